@@ -1,0 +1,1 @@
+"""Capture what happens inside Kimi-Linear and Kimi-K3 to labelled zarr arrays."""
