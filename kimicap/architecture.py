@@ -1,0 +1,98 @@
+"""A model's sizes and parts, read off its config by the schema's expressions; no weights, no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kimicap import expressions
+from kimicap.errors import UsageError
+from kimicap.schema import Family, Schema, Site, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What of a family one config describes.
+
+    Attributes:
+        layers: Number of blocks.
+        blocks: Block numbers that have each part, by the part's name; empty for a part outside the blocks.
+        config: The config the sizes are read from.
+    """
+
+    family: Family
+    layers: int
+    blocks: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, Any]
+
+    def size(self, host: str, dim: str) -> int:
+        """Elements of a dimension in the arrays of a host.
+
+        Raises:
+            UsageError: The family says no size for it.
+        """
+        sizes = self.family.sizes
+        expression = sizes.get(f"{host}.{dim}", sizes.get(dim))
+        if expression is None:
+            raise UsageError(
+                f"The family {self.family.name} has no size for the dimension {dim} of {host}; add {host}.{dim} "
+                "to its sizes in the schema."
+            )
+        return int(expressions.first(expression, self.config))
+
+    def sites(self, value: Value) -> list[Site]:
+        """The value's sites in parts that this model has."""
+        return [site for site in self.family.sites_of(value) if value.host == "model" or self.blocks[site.part]]
+
+    def blocks_of(self, value: Value) -> tuple[int, ...]:
+        """Numbers of the blocks in which the value exists, ascending; empty for values of the whole model."""
+        return tuple(sorted(block for site in self.sites(value) for block in self.blocks[site.part]))
+
+    def why_missing(self, value: Value) -> str | None:
+        """Why this model does not have the value, or None if it has."""
+        if not self.family.sites_of(value):
+            return f"the schema has no site for it in the family {self.family.name}"
+        if not self.sites(value):
+            parts = " or ".join(part.name for part in self.family.parts.values() if part.host == value.host)
+            return f"no block of this model has a part of the kind {parts}"
+        return None
+
+
+def read_architecture(family: Family, config: Mapping[str, Any]) -> Architecture:
+    """The architecture that ``config`` describes.
+
+    Raises:
+        expressions.MissingKey: The config leaves out a key that the family's sizes or blocks need.
+    """
+    layers = int(expressions.first(family.layers, config))
+    blocks = {
+        name: tuple(
+            layer
+            for layer in range(layers)
+            if part.blocks and expressions.first(part.blocks, {**config, "layer": layer})
+        )
+        for name, part in family.parts.items()
+    }
+    for expression in family.sizes.values():
+        expressions.first(expression, config)
+    return Architecture(family=family, layers=layers, blocks=blocks, config=config)
+
+
+def family_of_config(schema: Schema, config: Mapping[str, Any], *, remote_code: bool, model: str) -> Family:
+    """The family whose models have such a config.
+
+    Args:
+        remote_code: Whether the checkpoint's own modelling code will be used.
+
+    Raises:
+        UsageError: None has.
+    """
+    model_type = config.get("model_type")
+    for family in schema.families.values():
+        if family.model_type == model_type and family.remote_code == remote_code:
+            return family
+    known = ", ".join(f"{family.name} (model_type {family.model_type})" for family in schema.families.values())
+    hint = "loaded by its checkpoint's own code" if remote_code else "in transformers' own code"
+    raise UsageError(
+        f"The model {model} has model_type {model_type!r} {hint}, which no family of the schema covers: {known}. "
+        "Choose a model of one of these, or add a family with --schema."
+    )

@@ -1,0 +1,227 @@
+"""One run's settings: from a YAML file, overridden by flags; frozen, checked whole, with a digest.
+
+This is the one place where a setting is declared: its name (the flag's, in snake case), its default, and
+the sentence that ``--help`` shows.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kimicap.errors import UsageError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: Any) -> Any:
+    """Bytes of ``4GiB``, ``500MB`` or a plain number.
+
+    Raises:
+        ValueError: Not of that form.
+    """
+    if not isinstance(text, str):
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", text, re.IGNORECASE)
+    if not found:
+        raise ValueError("write a size like 4GiB or 500MB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Numbers = Annotated[str, BeforeValidator(_text)]
+
+
+class Settings(BaseModel):
+    """The settings of a run. Fields marked ``data`` decide what the arrays hold; a resume may not change them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True)
+
+    model: str = Field(description="Hub id or local folder of the model.", json_schema_extra={"data": True})
+    random_weights: bool = Field(
+        False,
+        description="Build the model from its config with seeded random weights.",
+        json_schema_extra={"data": True},
+    )
+    seed: int = Field(0, description="Seed of --random-weights and of sampling.", json_schema_extra={"data": True})
+    trust_remote_code: bool = Field(
+        False, description="Run the modelling code that the checkpoint carries.", json_schema_extra={"data": True}
+    )
+    revision: str | None = Field(
+        None, description="Revision of the model on the hub.", json_schema_extra={"data": True}
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.",
+        json_schema_extra={"data": True},
+    )
+    device: str | None = Field(None, description="Where the model runs; a GPU if there is one.")
+    device_map: str | None = Field(None, description="Spread the model with accelerate: auto, balanced, sequential.")
+    attention: str | None = Field(
+        None,
+        description="Attention implementation: eager, sdpa, flash_attention_2, ….",
+        json_schema_extra={"data": True},
+    )
+    experts: str | None = Field(
+        None, description="Experts implementation: eager, batched_mm, grouped_mm.", json_schema_extra={"data": True}
+    )
+
+    dataset: str = Field(
+        description="Hub id, or a local jsonl, json, csv, txt, parquet or arrow file or folder.",
+        json_schema_extra={"data": True},
+    )
+    subset: str | None = Field(None, description="Configuration of a hub dataset.", json_schema_extra={"data": True})
+    split: str | None = Field(
+        None, description="Split of the dataset; train by default.", json_schema_extra={"data": True}
+    )
+    streaming: bool = Field(False, description="Stream the dataset instead of downloading it whole.")
+    text_column: str | None = Field(
+        None, description="Column of text; `text` by default.", json_schema_extra={"data": True}
+    )
+    messages_column: str | None = Field(
+        None,
+        description="Column of chat messages, put through the tokenizer's template.",
+        json_schema_extra={"data": True},
+    )
+    input_ids_column: str | None = Field(None, description="Column of token ids.", json_schema_extra={"data": True})
+    tokenizer: str | None = Field(
+        None,
+        description="Another tokenizer than the model's; `bytes` is one token a byte.",
+        json_schema_extra={"data": True},
+    )
+    seq_len: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Longest sequence kept, in tokens; longer rows are cut.", json_schema_extra={"data": True}
+    )
+    split_long: Literal["fresh", "continue"] | None = Field(
+        None,
+        description="Longer rows go on in the next sequence: with a fresh state, or continue with the state so far.",
+        json_schema_extra={"data": True},
+    )
+    pack: bool = Field(
+        False, description="Concatenate rows into full windows of --seq-len tokens.", json_schema_extra={"data": True}
+    )
+    limit: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Number of sequences.", json_schema_extra={"data": True}
+    )
+
+    values: Annotated[list[str], BeforeValidator(_listed)] = Field(
+        description="Values to capture, each optionally @ its selection; `kimicap values` lists them.",
+        json_schema_extra={"data": True},
+    )
+    layers: Numbers | None = Field(
+        None, description="Blocks, e.g. 0-3,8,-1; all by default.", json_schema_extra={"data": True}
+    )
+    heads: Numbers | None = Field(
+        None, description="Heads, for values that have them; all by default.", json_schema_extra={"data": True}
+    )
+    states: Literal["exact", "fast"] = Field(
+        "exact",
+        description="`states` from a float32 recurrence (exact), or the kernel's own bfloat16 ones (fast).",
+        json_schema_extra={"data": True},
+    )
+    generate: Annotated[int, Field(ge=0)] = Field(
+        0, description="Tokens to decode after each prompt, captured too.", json_schema_extra={"data": True}
+    )
+    forced: bool = Field(
+        False,
+        description="With --generate: the last N given tokens are decoded one by one instead of sampled.",
+        json_schema_extra={"data": True},
+    )
+    temperature: Annotated[float, Field(ge=0, strict=False)] = Field(
+        0.0, description="Temperature of --generate; 0 takes the likeliest token.", json_schema_extra={"data": True}
+    )
+
+    batch_tokens: Annotated[int, Field(ge=1)] = Field(16384, description="Tokens that go through the model at once.")
+    batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Sequences that go through the model at once, at most."
+    )
+    block_sequences: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Sequences of a block, the unit of commit and resume.", json_schema_extra={"data": True}
+    )
+    store_dtype: Literal["lossless", "float16", "float32"] = Field(
+        "lossless", description="Dtype of stored floats.", json_schema_extra={"data": True}
+    )
+    codec: Literal["lz4", "zstd", "none"] = Field("lz4", description="Compression.", json_schema_extra={"data": True})
+    memory: Annotated[Bytes, Field(ge=2**20)] = Field(
+        8 * 2**30, description="Host memory for slots and writers, e.g. 4GiB."
+    )
+    out: str = Field(description="Folder of the capture.")
+    schema_file: Path | None = Field(
+        None,
+        alias="schema",
+        description="Schema file whose rows are laid over the built-in ones.",
+        strict=False,
+        json_schema_extra={"data": True},
+    )
+
+    def data(self) -> dict[str, Any]:
+        """The settings that decide what the arrays hold, as JSON values."""
+        dumped = self.model_dump(mode="json", by_alias=True)
+        marked = {
+            field.alias or name
+            for name, field in type(self).model_fields.items()
+            if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("data")
+        }
+        return {name: value for name, value in dumped.items() if name in marked}
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of settings given as JSON values."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def load_settings(file: Path | None, flags: Mapping[str, Any]) -> Settings:
+    """The file's settings, overridden by the flags that were given.
+
+    Raises:
+        UsageError: The file cannot be read, or some settings are unknown, missing or wrong; all are listed.
+    """
+    tree = {} if file is None else _read(file)
+    merged = {**tree, **{name: value for name, value in flags.items() if value is not None}}
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        problems = [_sentence(dict(problem), file, tree) for problem in error.errors()]
+    raise UsageError("\n".join(problems))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"The config file {file} cannot be read ({error.strerror}); check the path.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"The config file {file} is not valid YAML; mend it: {error}") from None
+    if not isinstance(tree, dict):
+        raise UsageError(f"The config file {file} holds no settings; write lines like `seq_len: 2048`.")
+    return tree
+
+
+def _sentence(problem: dict[str, Any], file: Path | None, tree: Mapping[str, Any]) -> str:
+    name = str(problem["loc"][0])
+    flag = "--" + name.replace("_", "-")
+    where = f"{file}: {name}" if name in tree else flag
+    if problem["type"] == "missing":
+        return f"{flag} is missing; give it as a flag or in a config file."
+    if problem["type"] == "extra_forbidden":
+        names = [field.alias or key for key, field in Settings.model_fields.items()]
+        close = get_close_matches(name, names, n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        return f"{where} is not a setting.{hint}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{where} is {problem['input']!r}: {message[:1].lower()}{message[1:]}."

@@ -1,0 +1,233 @@
+"""schema.yaml as frozen rows: what can be captured, and where each family of models has it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kimicap.errors import UsageError
+from kimicap.schema_check import problems_of
+
+BUILT_IN = Path(__file__).with_name("schema.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One named tensor of the forward pass.
+
+    Attributes:
+        layout: Dimension names, without ``layer`` and ``sequence``.
+        dtype: ``computed``, ``float32``, ``index``, ``int32`` or ``bool``.
+        about: One sentence for people; the array's ``long_name``.
+    """
+
+    host: str
+    name: str
+    layout: tuple[str, ...]
+    dtype: str
+    about: str
+
+    @property
+    def key(self) -> str:
+        """The dotted name, ``"mlp.router_logits"``."""
+        return f"{self.host}.{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where one value (or, with a leading underscore, an ingredient) is read. Fields as in schema.yaml."""
+
+    name: str
+    part: str
+    input: str | None = None
+    output: str | None = None
+    call: str | None = None
+    compute: str | None = None
+    batch: str | None = None
+    argument: str | int | None = None
+    item: str | int | None = None
+    result: int | None = None
+    inputs: Mapping[str, str]
+    axes: tuple[str, ...] | None = None
+    absent: bool = False
+    whole: bool = False
+
+    def __str__(self) -> str:
+        """How the site is named in errors and in the array's ``site`` attribute."""
+        if self.compute is not None:
+            return f"{self.compute}({', '.join(self.inputs.values())})"
+        if self.batch is not None:
+            return f"batch {self.batch}"
+        where = f"{self.part} {self.call or self.input or self.output}"
+        what = "argument" if self.argument is not None else "input" if self.input else "output"
+        which = next((str(x) for x in (self.argument, self.item, self.result) if x is not None), "")
+        return f"{where} {what} {which}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A kind of module that hosts values: where it lies and in which blocks the config says it is."""
+
+    name: str
+    host: str
+    module: str
+    class_name: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A function that a part's forward calls, by its names in the modelling module."""
+
+    name: str
+    part: str
+    functions: tuple[str, ...]
+    attention: bool
+    ask: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The rows that hold for one modelling code."""
+
+    name: str
+    about: str
+    class_name: str
+    module: str
+    model_type: str
+    remote_code: bool
+    trunk: str
+    head: frozenset[str]
+    layers: tuple[str, ...]
+    sizes: Mapping[str, tuple[str, ...]]
+    parts: Mapping[str, Part]
+    calls: Mapping[str, Call]
+    sites: Mapping[str, Mapping[str, Site]]
+
+    def sites_of(self, value: Value) -> list[Site]:
+        """The sites of a value, one a part of its host that has it."""
+        found = (
+            self.sites.get(name, {}).get(value.name) for name, part in self.parts.items() if part.host == value.host
+        )
+        return [site for site in found if site is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The whole schema, checked."""
+
+    dimensions: Mapping[str, str]
+    short_names: Mapping[str, str]
+    values: Mapping[str, Value]
+    families: Mapping[str, Family]
+
+
+def load_schema(extra: Path | None = None) -> Schema:
+    """The built-in schema, with the rows of a person's own file laid over it.
+
+    Raises:
+        UsageError: The file is not there, is not YAML, or has problems; all of them are listed, each with its path.
+    """
+    tree = _read(BUILT_IN)
+    source = BUILT_IN.name
+    if extra is not None:
+        tree, source = _overlay(tree, _read(extra)), str(extra)
+    problems = problems_of(tree)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UsageError(f"The schema in {source} has {len(problems)} problem(s); mend them:\n{lines}")
+    return _build(tree)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"The schema file {path} cannot be read ({error.strerror}); check the path.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"The schema file {path} is not valid YAML; mend it: {error}") from None
+    if not isinstance(tree, dict):
+        raise UsageError(f"The schema file {path} holds no rows; it needs at least `values:` or `families:`.")
+    return tree
+
+
+def _overlay(below: Any, above: Any) -> Any:
+    """``above`` laid over ``below``: mappings are merged key by key, but a site is replaced as a whole."""
+    if not (isinstance(below, dict) and isinstance(above, dict)) or _is_leaf(above):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _overlay(below[key], value) if key in below else value
+    return merged
+
+
+def _is_leaf(row: dict[str, Any]) -> bool:
+    return any(key in row for key in ("input", "output", "call", "compute", "batch"))
+
+
+def _build(tree: Mapping[str, Any]) -> Schema:
+    values = {}
+    for host, rows in tree["values"].items():
+        for name, row in rows.items():
+            value = Value(
+                host=host,
+                name=name,
+                layout=tuple(row["layout"]),
+                dtype=row["dtype"],
+                about=" ".join(row["about"].split()),
+            )
+            values[value.key] = value
+    families = {name: _family(name, row) for name, row in tree["families"].items()}
+    return Schema(dimensions=tree["dimensions"], short_names=tree["short_names"], values=values, families=families)
+
+
+def _family(name: str, row: Mapping[str, Any]) -> Family:
+    match = row["match"]
+    parts = {
+        key: Part(
+            name=key,
+            host=part["host"],
+            module=part["module"],
+            class_name=part["class"],
+            blocks=_many(part.get("blocks", ())),
+        )
+        for key, part in row["parts"].items()
+    }
+    calls = {
+        key: Call(
+            name=key,
+            part=call["part"],
+            functions=tuple(call.get("functions", ())),
+            attention=call.get("attention", False),
+            ask=call.get("ask", {}),
+        )
+        for key, call in row.get("calls", {}).items()
+    }
+    sites = {part: {key: _site(part, key, site) for key, site in rows.items()} for part, rows in row["sites"].items()}
+    return Family(
+        name=name,
+        about=row["about"],
+        class_name=match["class"],
+        module=match["module"],
+        model_type=match["model_type"],
+        remote_code=match["remote_code"],
+        trunk=row["trunk"],
+        head=frozenset(row["head"]),
+        layers=_many(row["layers"]),
+        sizes={key: _many(size) for key, size in row["sizes"].items()},
+        parts=parts,
+        calls=calls,
+        sites=sites,
+    )
+
+
+def _site(part: str, name: str, row: Mapping[str, Any]) -> Site:
+    fields = {key: value for key, value in row.items() if key not in ("from", "axes")}
+    axes = tuple(row["axes"]) if "axes" in row else None
+    return Site(name=name, part=part, inputs=row.get("from", {}), axes=axes, **fields)
+
+
+def _many(item: Any) -> tuple[str, ...]:
+    return tuple(item) if isinstance(item, list | tuple) else (str(item),)
