@@ -41,7 +41,9 @@ def assert_close(
     _assert_equal(found[~finite].nan_to_num(nan=7.0), expected[~finite].nan_to_num(nan=7.0), where)
     if not found[finite].isfinite().all():
         count = int((~found[finite].isfinite()).sum())
-        raise AssertionError(f"{where}: {count} of {found.numel()} elements are NaN or infinite, expected finite.")
+        raise AssertionError(
+            f"{where}: {count} of {found.numel()} elements are NaN or infinite, expected finite."
+        )
     frobenius, largest = relative_errors(found[finite], expected[finite])
     rel_max = 10 * rel if rel_max is None else rel_max
     if frobenius > rel or largest > rel_max:

@@ -1,4 +1,4 @@
-"""Tiny Kimi-Linear models with random weights that exercise every path: no activation is near zero or huge."""
+"""Tiny Kimi-Linear models whose random weights keep every activation of order one."""
 
 import math
 from pathlib import Path
@@ -46,13 +46,13 @@ def tiny_config(**overrides: Any) -> KimiLinearConfig:
     if unknown:
         raise TypeError(f"KimiLinearConfig has no {', '.join(unknown)}.")
     sizes = {**_SIZES, **overrides}
-    if "num_attention_heads" in overrides:
-        sizes.setdefault("num_key_value_heads", overrides["num_attention_heads"])
-        sizes["num_key_value_heads"] = overrides.get("num_key_value_heads", overrides["num_attention_heads"])
+    sizes["num_key_value_heads"] = overrides.get("num_key_value_heads", sizes["num_attention_heads"])
     config = KimiLinearConfig(**sizes)
-    blocks = config.num_hidden_layers
-    if not len(config.layer_types) == len(config.mlp_layer_types) == blocks:
-        raise TypeError(f"{blocks} blocks, but {len(config.layer_types)} layer_types.")
+    given = {name: len(getattr(config, name)) for name in ("layer_types", "mlp_layer_types")}
+    if set(given.values()) != {config.num_hidden_layers}:
+        raise TypeError(
+            f"num_hidden_layers is {config.num_hidden_layers}, but blocks are listed so: {given}."
+        )
     return config
 
 
@@ -134,8 +134,9 @@ def _random_weight(name: str, tensor: torch.Tensor, generator: torch.Generator) 
 
 
 def _cast(model: KimiLinearForCausalLM, dtype: torch.dtype) -> None:
-    """Cast what ``from_pretrained(dtype=…)`` casts: all but the router and the decay's bias."""
-    kept = tuple(f".{name}" for name in model._keep_in_fp32_modules_strict)
+    """Cast what ``from_pretrained(dtype=…)`` casts: at 16 bits, all but the router and the decay's bias."""
+    sixteen_bits = dtype in (torch.bfloat16, torch.float16)
+    kept = tuple(f".{name}" for name in model._keep_in_fp32_modules_strict) if sixteen_bits else ()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not f".{module_name}.{name}".endswith(kept):
