@@ -93,6 +93,19 @@ def test_states_are_those_of_the_models_cache_at_any_length(length):
         assert_close(found, state, rel=REL, name="state_output", layer=layer)
 
 
+@pytest.mark.parametrize(
+    "part", ["embed_tokens", "k_proj", "q_proj", "kv_a_proj_with_mqa", "q_a_proj", "v_proj"]
+)
+def test_the_small_number_under_each_root_is_the_models(part):
+    """At order one the epsilons are below the tolerance; here what is normed is as small as they are."""
+    model, ids = tiny_model(q_lora_rank=24), token_ids(9)
+    for name, weight in model.named_parameters():
+        if f".{part}." in name:
+            weight.mul_(1e-3)
+    expected = oracle.reference(model, ids)["model.logits"][None]
+    assert_close(run(model, ids).logits[0], expected, rel=REL, name="logits")
+
+
 @pytest.mark.parametrize("prompt", [1, 3, 9])
 def test_decoded_tokens_are_those_of_the_whole_sequence(prompt):
     model, ids = tiny_model(), token_ids(prompt + 4)
