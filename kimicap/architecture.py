@@ -1,12 +1,13 @@
 """A model's sizes and parts, read off its config by the schema's expressions; no weights, no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kimicap import expressions
 from kimicap.errors import UsageError
 from kimicap.schema import Family, Schema, Site, Value
+from kimicap.selection import Request, parse_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +97,83 @@ def family_of_config(schema: Schema, config: Mapping[str, Any], *, remote_code: 
         f"The model {model} has model_type {model_type!r} {hint}, which no family of the schema covers: {known}. "
         "Choose a model of one of these, or add a family with --schema."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Want:
+    """A request, resolved against one model.
+
+    Attributes:
+        blocks: Numbers of the blocks in which the value exists and is wanted; empty for values of the whole model.
+        heads: Heads wanted, or None for all.
+    """
+
+    request: Request
+    blocks: tuple[int, ...]
+    heads: tuple[int, ...] | None
+
+    @property
+    def value(self) -> Value:
+        """The value wanted."""
+        return self.request.value
+
+
+def resolve(
+    architecture: Architecture, requests: Sequence[Request], *, layers: str | None = None, heads: str | None = None
+) -> list[Want]:
+    """The requests as wants of one model. Values that every capture has anyway are passed over.
+
+    Args:
+        architecture: The model's parts and sizes.
+        requests: What was asked for.
+        layers: Blocks of all values that say none of their own, as ``--layers`` writes them.
+        heads: Likewise heads.
+
+    Raises:
+        UsageError: A value the model lacks, or a selection outside it or that leaves nothing.
+    """
+    wants = []
+    for request in requests:
+        why = architecture.why_missing(request.value)
+        if why:
+            raise UsageError(
+                f"This model has no {request.value.key}: {why}. `kimicap values --model ...` lists what it has."
+            )
+        if not any(site.batch is not None for site in architecture.sites(request.value)):
+            blocks = () if request.value.host == "model" else _blocks(architecture, request, layers)
+            wants.append(Want(request=request, blocks=blocks, heads=_heads(architecture, request, heads)))
+    return wants
+
+
+def _blocks(architecture: Architecture, request: Request, layers: str | None) -> tuple[int, ...]:
+    blocks = architecture.blocks_of(request.value)
+    text = request.layers or layers
+    if text is None:
+        return blocks
+    what = "--layers" if request.layers is None else f"{request.value.name}@layers"
+    chosen = parse_numbers(text, architecture.layers, what=what)
+    kept = tuple(block for block in blocks if block in chosen)
+    if not kept:
+        raise UsageError(
+            f"{what} {text} holds no {request.value.key}; it exists in {ranges(blocks)}. Choose among these."
+        )
+    return kept
+
+
+def _heads(architecture: Architecture, request: Request, heads: str | None) -> tuple[int, ...] | None:
+    text = request.heads or heads
+    if "head" not in request.value.layout or text is None:
+        return None
+    what = "--heads" if request.heads is None else f"{request.value.name}@heads"
+    return parse_numbers(text, architecture.size(request.value.host, "head"), what=what)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers written as ``0-2,4``."""
+    parts: list[str] = []
+    for number in numbers:
+        if parts and number == int(parts[-1].split("-")[-1]) + 1:
+            parts[-1] = f"{parts[-1].split('-')[0]}-{number}"
+        else:
+            parts.append(str(number))
+    return ",".join(parts)

@@ -53,6 +53,7 @@ class Site:
     axes: tuple[str, ...] | None = None
     absent: bool = False
     whole: bool = False
+    keep: str = "last"
 
     def __str__(self) -> str:
         """How the site is named in errors and in the array's ``site`` attribute."""

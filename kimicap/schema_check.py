@@ -8,7 +8,14 @@ from kimicap import expressions
 
 DTYPES = ("computed", "float32", "index", "int32", "bool")
 READS = ("input", "output", "call", "compute", "batch")
-COMPUTED = ("next_token_probs", "states", "attention_scores", "attention_probabilities", "expert_outputs")
+COMPUTED = (
+    "next_token_probs",
+    "final_state",
+    "states",
+    "attention_scores",
+    "attention_probabilities",
+    "expert_outputs",
+)
 RAW_AXES = ("batch", "token", "past")
 
 _TOP = {"dimensions": dict, "short_names": dict, "values": dict, "families": dict}
@@ -38,6 +45,7 @@ _SITE = {
     "axes": list,
     "absent": bool,
     "whole": bool,
+    "keep": str,
 }
 _CALL = {"functions": list, "attention": bool, "ask": dict}
 

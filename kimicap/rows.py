@@ -1,0 +1,104 @@
+"""Which tokens of a forward belong to which sequence, and tensors brought from a site's axes to a layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kimicap.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of one forward.
+
+    Attributes:
+        width_tokens: Tokens of each row, padding included.
+        starts: Index of each row's first real token among them.
+        counts: Real tokens of each row; 0 for a row that has ended.
+        past: Tokens of each sequence read before this forward, which is the position of its first token here.
+        first: Whether this is the first forward of these sequences.
+    """
+
+    width_tokens: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    past: tuple[int, ...]
+    first: bool = True
+
+    @staticmethod
+    def of_prompts(lengths: Sequence[int], *, width_tokens: int | None = None, left: bool = False) -> "Rows":
+        """Rows that hold whole prompts, padded on the right (or left) to the longest."""
+        width = width_tokens or max(lengths)
+        starts = tuple(width - length if left else 0 for length in lengths)
+        return Rows(width_tokens=width, starts=starts, counts=tuple(lengths), past=(0,) * len(lengths))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row begins at the forward's first token."""
+        return not any(self.starts)
+
+
+def to_layout(
+    tensor: torch.Tensor, axes: Sequence[str], layout: Sequence[str], rows: Rows, size: Callable[[str], int], where: str
+) -> torch.Tensor:
+    """A site's tensor as ``[batch, *layout]``, its sizes checked.
+
+    The position axis holds the forward's ``width_tokens``, padding included; of a ``past`` axis, which also
+    holds the cache, the last ``width_tokens`` are kept. Tensors that lost their padding on the way, ``[1, real
+    tokens, …]``, are given it back, as zeros.
+
+    Args:
+        tensor: As it was found.
+        axes: The names of its axes, as the schema writes them.
+        layout: The value's layout.
+        rows: The rows of this forward.
+        size: Elements of a dimension.
+        where: What to call the site in an error.
+
+    Raises:
+        UsageError: The tensor's shape is not what the axes say.
+    """
+    batch, width = len(rows.counts), rows.width_tokens
+    names = [name for axis in axes for name in axis.split("*")]
+    names = ["position" if name == "token" else name for name in names]
+    if "token" in axes:
+        names.insert(names.index("position"), "batch")
+    unpadded = sum(rows.counts) if batch > 1 and "position" in names and len(axes) == tensor.ndim else -1
+    expected: list[int] = []
+    for axis, found in zip(axes, tensor.shape, strict=False):
+        sizes = {"batch": batch, "token": batch * width, "position": width, "past": max(found, width)}
+        product = 1
+        for name in axis.split("*"):
+            product *= sizes[name] if name in sizes else size(name)
+        expected.append(product)
+    if unpadded > 0 and "batch" in axes and tensor.shape[0] == 1 and tensor.shape[1] == unpadded:
+        expected[0], expected[1] = 1, unpadded
+    if list(tensor.shape) != expected or len(axes) != tensor.ndim:
+        wanted = f"{list(axes)}" + (f" = {expected}" if len(axes) == tensor.ndim else "")
+        raise UsageError(
+            f"{where}: expected a tensor of axes {wanted}, found shape {list(tensor.shape)}; the schema's axes or "
+            "sizes do not fit this model."
+        )
+    if expected[0] == 1 and batch > 1:
+        tensor = _pad(tensor, rows)
+    shape = [{"batch": batch, "position": width}.get(name) or size(name) for name in names if name != "past"]
+    if "past" in names:
+        shape.insert(names.index("past"), tensor.shape[list(axes).index("past")])
+    tensor = tensor.reshape(shape)
+    if "past" in names:
+        axis = names.index("past")
+        tensor = tensor.narrow(axis, tensor.shape[axis] - width, width)
+        names[axis] = "position"
+    order = ["batch", *layout]
+    return tensor if names == order else tensor.permute([names.index(name) for name in order])
+
+
+def _pad(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """``[1, real tokens, …]`` back to ``[batch, width_tokens, …]``."""
+    padded = tensor.new_zeros((len(rows.counts), rows.width_tokens, *tensor.shape[2:]))
+    taken = 0
+    for row, (start, count) in enumerate(zip(rows.starts, rows.counts, strict=True)):
+        padded[row, start : start + count] = tensor[0, taken : taken + count]
+        taken += count
+    return padded
