@@ -39,26 +39,22 @@ def build(
 ) -> None:
     """Make the empty capture at ``path``, wholly or not at all; see `kimicap.store.create`."""
     _check_target(path, overwrite)
+    # NaN is no JSON: better refused now than when the capture is sealed.
+    told = [item.attributes for item in arrays] + [item.attributes for item in coordinates]
+    json.dumps([attributes, record, told], allow_nan=False)
     fresh = path.parent / f".{path.name}.kimicap-new-{uuid.uuid4().hex}"
-    old = path.parent / f".{path.name}.kimicap-old-{uuid.uuid4().hex}"
+    root_attributes = {**attributes, "format": records.FORMAT, "complete": False}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(path)
-        _build_zarr(
-            fresh, arrays, coordinates, {**attributes, "format": records.FORMAT, "complete": False}, codec
-        )
+        _build_zarr(fresh, arrays, coordinates, root_attributes, codec)
         records.write_run(fresh, record)
         records.sync_tree(fresh)
-        if overwrite and path.exists():
-            # Moved aside first: deleting terabytes takes minutes, and half a capture must not be found.
-            os.rename(path, old)
-        os.rename(fresh, path)
-        records.sync_folder(path.parent)
+        _put_in_place(fresh, path)
     except OSError as error:
         raise storage_error(error, path) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def read_layouts(path: Path) -> dict[str, ArrayLayout]:
@@ -153,12 +149,29 @@ def _check_target(path: Path, overwrite: bool) -> None:
         return
     if not records.is_capture(path):
         raise UsageError(
-            f"{path} is not empty and not a capture, so it is left alone, even by --overwrite. Give another --out."
+            f"{path} is not empty and not a capture, so it is left alone, even by --overwrite."
+            " Give another --out."
         )
     if not overwrite:
         raise UsageError(
             f"{path} already holds a capture. Go on with it by --resume, or replace it by --overwrite."
         )
+
+
+def _put_in_place(fresh: Path, path: Path) -> None:
+    """Rename ``fresh`` to ``path``, and delete the capture that was there, if any."""
+    old = path.parent / f".{path.name}.kimicap-old-{uuid.uuid4().hex}"
+    if records.is_capture(path):
+        # Moved aside first: deleting terabytes takes minutes, and half a capture must not be found.
+        os.rename(path, old)
+    try:
+        os.rename(fresh, path)
+    except OSError:
+        if old.exists():
+            os.rename(old, path)
+        raise
+    records.sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _clear_leftovers(path: Path) -> None:
@@ -177,7 +190,8 @@ def _build_zarr(
 ) -> None:
     """Write the group's metadata and the coordinates' data."""
     root = zarr.create_group(path, zarr_format=3, attributes=dict(attributes))
-    for name in groups_of([item.path for item in [*arrays, *coordinates]]):
+    paths = [layout.path for layout in arrays] + [coordinate.path for coordinate in coordinates]
+    for name in groups_of(paths):
         root.create_group(name)
     for layout in arrays:
         root.create_array(
@@ -210,7 +224,7 @@ def _write_coordinate(root: zarr.Group, coordinate: Coordinate) -> None:
         shape=data.shape,
         dtype=data.dtype,
         chunks=tuple(max(1, size) for size in data.shape),
-        fill_value={"b": False, "f": math.nan}.get(data.dtype.kind, 0),
+        fill_value={"b": False, "f": math.nan, "u": 0}.get(data.dtype.kind, -1),
         compressors=[Crc32cCodec()],
         dimension_names=coordinate.dims,
         attributes=dict(coordinate.attributes),
@@ -240,7 +254,8 @@ def _layout(name: str, array: zarr.Array[Any]) -> ArrayLayout:
     """The layout that ``array`` was created from."""
     names = getattr(array.metadata, "dimension_names", None)
     dtype = np.dtype(array.dtype)
-    assert names is not None and array.shards is not None
+    assert names is not None
+    assert array.shards is not None
     fill = {"b": False, "f": math.nan}.get(dtype.kind)
     return ArrayLayout(
         path=name,

@@ -82,8 +82,7 @@ def write_run(path: Path, record: Mapping[str, Any]) -> None:
 
     ``record["blocks"]`` must hold the number of blocks planned; the rest is the caller's.
     """
-    blocks = record.get("blocks")
-    assert isinstance(blocks, int) and blocks >= 0, "the run record holds the number of planned blocks"
+    assert isinstance(record.get("blocks"), int), "the run record holds the number of planned blocks"
     (path / FOLDER / BLOCKS).mkdir(parents=True)
     body = {"format": FORMAT, "record": dict(record)}
     write_json(path / FOLDER / RUN, body, scratch=path / FOLDER)

@@ -6,7 +6,7 @@ between processes, so any number of ranks may write and commit different blocks 
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,11 @@ from kimicap.arrays import build, local, read_layouts, read_root, set_attributes
 from kimicap.errors import MismatchError
 from kimicap.layout import ArrayLayout, Coordinate
 from kimicap.records import storage_error as storage_error
+from kimicap.shards import Array, Write, shard_index, size_bytes
 
 if TYPE_CHECKING:
     from xarray import DataTree
 
-Array = np.ndarray[Any, Any]
 
 # No cache: shards are written whole and never read again. No locks: a shard has one writer, and
 # many cluster filesystems have no working locks; tensorstore then writes a uniquely named temp
@@ -33,39 +33,6 @@ _CONTEXT = {
     "file_io_sync": True,
 }
 _TEMP_SUFFIX = ".__lock"
-
-
-class Write:
-    """A shard on its way to the disk.
-
-    The data handed to `Store.write` must stay as it is until `done`.
-    """
-
-    def __init__(self, future: Any, file: Path) -> None:
-        self._future = future
-        self._file = file
-
-    def done(self) -> bool:
-        """Whether the bytes are durable, or the write has failed."""
-        return bool(self._future.done())
-
-    def result(self, timeout_s: float | None = None) -> None:
-        """Wait until the bytes are durable.
-
-        Raises:
-            KimicapError: The write failed; see `storage_error`.
-            TimeoutError: ``timeout_s`` seconds have passed.
-        """
-        try:
-            self._future.result(timeout=timeout_s)
-        except TimeoutError:
-            raise
-        except (ValueError, OSError, RuntimeError) as error:
-            raise storage_error(error, self._file) from error
-
-    def add_done_callback(self, call: Callable[["Write"], None]) -> None:
-        """Call ``call`` with this write, from one of tensorstore's threads, when it is `done`."""
-        self._future.add_done_callback(lambda _: call(self))
 
 
 class Store:
@@ -109,7 +76,7 @@ class Store:
             KimicapError: A file in the way cannot be removed. All else comes through the write's result.
         """
         layout = self.layouts[array]
-        index = _shard_index(layout, tuple(origin), data)
+        index = shard_index(layout, tuple(origin), data)
         file = self.shard_file(array, index)
         try:
             # A block that was cut off may have left a shard. A clipped or trimmed shard would be
@@ -182,7 +149,7 @@ class Store:
         """Elements ``start`` to ``stop``, every checksum on the way checked.
 
         Raises:
-            ValueError: The bytes are damaged.
+            Exception: The bytes are damaged; of what class depends on where.
         """
         region = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
         return np.asarray(self._handle(array)[region].read().result())
@@ -201,7 +168,7 @@ class Store:
                 )
                 try:
                     self._handles[array] = opening.result()
-                except (ValueError, OSError) as error:
+                except (ValueError, OSError, RuntimeError) as error:
                     raise storage_error(error, self.path / array) from error
             return self._handles[array]
 
@@ -305,14 +272,6 @@ def info(path: Path | str) -> dict[str, Any]:
     }
 
 
-def size_bytes(file: Path) -> int | None:
-    """Size of ``file``, None if there is none."""
-    try:
-        return os.stat(file).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 def entries_of(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every shard that a block's record tells of: the array, and ``{"index": …, "bytes": …}``."""
     for array, entries in record["shards"].items():
@@ -324,19 +283,6 @@ def _tree_bytes(root: Path) -> int:
     """Bytes of all files under ``root``; files that vanish meanwhile count nothing."""
     names = (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
     return sum(size_bytes(Path(name)) or 0 for name in names)
-
-
-def _shard_index(layout: ArrayLayout, origin: tuple[int, ...], data: Array) -> tuple[int, ...]:
-    """Grid index of the shard at ``origin``, after a check that ``data`` is that shard."""
-    told = f"{layout.path}: {data.dtype}{list(data.shape)} at {list(origin)}"
-    assert data.dtype == np.dtype(layout.dtype), f"{told} is not {layout.dtype}"
-    assert len(origin) == data.ndim == len(layout.dims), f"{told} has not the dimensions {layout.dims}"
-    axes = zip(layout.dims, layout.shape, layout.shard, origin, data.shape, strict=True)
-    for dim, whole, shard, start, size in axes:
-        assert start % shard == 0 and 0 <= start < whole, f"{told} starts amid a shard, or outside ({dim})"
-        most = min(shard, whole - start)
-        assert size == most or (dim != "sequence" and 0 < size < most), f"{told} is not a shard ({dim})"
-    return tuple(start // shard for start, shard in zip(origin, layout.shard, strict=True))
 
 
 def _lacks(store: Store, blocks: int) -> list[str]:

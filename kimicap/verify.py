@@ -1,4 +1,4 @@
-"""Finding damage in a capture, and taking the damaged blocks back so that ``--resume`` computes them again."""
+"""Find damage in a capture, and take damaged blocks back, so that ``--resume`` computes them again."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from typing import Any
 
 from kimicap import records
 from kimicap.arrays import read_coordinate, read_root, set_attributes
-from kimicap.errors import KimicapError
 from kimicap.layout import ArrayLayout
-from kimicap.store import Store, entries_of, resume, size_bytes
+from kimicap.shards import size_bytes
+from kimicap.store import Store, entries_of, resume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,9 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
             owner = owners.setdefault((array, tuple(entry["index"])), block)
             if owner != block:
                 problem = f"blocks {owner} and {block} both claim this shard"
-                damages.append(_damage(store, array, entry["index"], block, problem, broken))
-            elif array not in broken:
+                file = str(store.shard_file(array, entry["index"]).relative_to(store.path))
+                damages.append(Damage(value=array, layers=(), block=block, problem=problem, shard=file))
+            if array not in broken:
                 damages += _shard_damages(store, array, entry, block, broken)
         if progress is not None:
             progress(done, len(committed))
@@ -148,12 +149,7 @@ def _shard_damages(
     """Damage of one shard: its file against the record, and every byte of it against its checksums."""
     index = entry["index"]
     layout = store.layouts.get(array)
-    grid = [] if layout is None else [-(-n // s) for n, s in zip(layout.shape, layout.shard, strict=True)]
-    if (
-        layout is None
-        or len(index) != len(grid)
-        or not all(0 <= i < n for i, n in zip(index, grid, strict=True))
-    ):
+    if layout is None or not _in_grid(layout, index):
         problem = "the record names a shard that the capture's arrays do not have"
         file = str(store.shard_file(array, index).relative_to(store.path))
         return [Damage(value=array, layers=(), block=block, problem=problem, shard=file)]
@@ -167,6 +163,14 @@ def _shard_damages(
     else:
         problem = f"the file has {found} bytes, not {expected}"
     return [_damage(store, array, index, block, problem, broken)]
+
+
+def _in_grid(layout: ArrayLayout, index: Sequence[int]) -> bool:
+    """Whether the array has a shard at ``index``."""
+    if len(index) != len(layout.shape):
+        return False
+    axes = zip(index, layout.shard, layout.shape, strict=True)
+    return all(at >= 0 and at * shard < whole for at, shard, whole in axes)
 
 
 def _read_damages(
@@ -192,7 +196,8 @@ def _read_problem(store: Store, array: str, start: Sequence[int], stop: Sequence
     """Why a region cannot be read, if it cannot."""
     try:
         store.read(array, start, stop)
-    except (ValueError, OSError, KimicapError) as error:
+    except Exception as error:
+        # Depending on which bit is wrong, tensorstore raises ValueError, NotImplementedError and more.
         return str(error)
     return None
 
@@ -207,9 +212,9 @@ def _damage(
     rows: Sequence[int] | None = None,
 ) -> Damage:
     """The damage of one shard; ``rows`` of the first axis, or else all that the shard has."""
-    layout = store.layouts.get(array)
+    layout = store.layouts[array]
     layers: tuple[int, ...] = ()
-    if layout is not None and layout.dims[0].endswith("layer"):
+    if layout.dims[0].endswith("layer"):
         group = array.rpartition("/")[0]
         coordinate = f"{group}/{layout.dims[0]}" if group else layout.dims[0]
         first = index[0] * layout.shard[0]
