@@ -271,7 +271,7 @@ except store.MismatchError:
 
 def test_an_existing_capture_is_refused_unless_overwritten(tmp_path):
     captures.finished(tmp_path / "c")
-    with pytest.raises(UsageError, match="already holds a capture. Go on with it by --resume, or replace"):
+    with pytest.raises(UsageError, match=r"already holds a capture. Go on with it by --resume, or replace"):
         captures.new(tmp_path / "c")
     captures.new(tmp_path / "c", overwrite=True)
     assert not (tmp_path / "c/mlp/router_logits/c.0.0.0.0").exists()
@@ -304,7 +304,7 @@ def test_nan_attributes_are_refused_at_once(tmp_path):
 
 
 def test_what_is_no_capture_cannot_be_resumed(tmp_path):
-    with pytest.raises(UsageError, match="There is no capture at .*run without --resume"):
+    with pytest.raises(UsageError, match=r"There is no capture at .*run without --resume"):
         store.resume(tmp_path / "none")
     with pytest.raises(UsageError, match=r"is not a capture: it has no .kimicap/run.json"):
         store.resume(tmp_path)
@@ -316,7 +316,7 @@ def test_what_is_no_capture_cannot_be_resumed(tmp_path):
         with pytest.raises(MismatchError, match=r"run.json is broken or was written by another program"):
             store.resume(tmp_path / "c")
     run.write_text(json.dumps({**body, "format": 2}))
-    with pytest.raises(MismatchError, match="has format 2, and this kimicap knows formats up to 1. Update"):
+    with pytest.raises(MismatchError, match=r"has format 2, and this kimicap knows formats up to 1. Update"):
         store.open_capture(tmp_path / "c")
     run.write_text(json.dumps(body))
     (tmp_path / "c/zarr.json").write_text("{")
