@@ -1,0 +1,269 @@
+"""The zarr metadata of a capture: building the empty group, reading its layouts, setting attributes.
+
+The root's ``zarr.json`` carries consolidated metadata from the start, so that readers never list the
+folders: they would find ``.kimicap`` there, and warn.
+"""
+
+import json
+import math
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+from zarr.errors import ZarrUserWarning
+
+from kimicap import records
+from kimicap.errors import MismatchError, UsageError
+from kimicap.layout import ArrayLayout, Coordinate, groups_of
+from kimicap.records import storage_error
+
+CODECS = ("lz4", "zstd", "none")
+
+
+def build(
+    path: Path,
+    arrays: Sequence[ArrayLayout],
+    coordinates: Sequence[Coordinate],
+    *,
+    attributes: Mapping[str, Any],
+    record: Mapping[str, Any],
+    codec: str,
+    overwrite: bool,
+) -> None:
+    """Make the empty capture at ``path``, wholly or not at all; see `kimicap.store.create`."""
+    _check_target(path, overwrite)
+    # NaN is no JSON: better refused now than when the capture is sealed.
+    told = [item.attributes for item in arrays] + [item.attributes for item in coordinates]
+    json.dumps([attributes, record, told], allow_nan=False)
+    fresh = path.parent / f".{path.name}.kimicap-new-{uuid.uuid4().hex}"
+    root_attributes = {**attributes, "format": records.FORMAT, "complete": False}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(path)
+        _build_zarr(fresh, arrays, coordinates, root_attributes, codec)
+        records.write_run(fresh, record)
+        records.sync_tree(fresh)
+        _put_in_place(fresh, path)
+    except OSError as error:
+        raise storage_error(error, path) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def read_layouts(path: Path) -> dict[str, ArrayLayout]:
+    """The arrays that are written block by block, as `build` was given them.
+
+    Fill values of floats come back as ``math.nan``.
+
+    Raises:
+        MismatchError: The metadata are not those of a capture.
+    """
+    try:
+        group = zarr.open_group(path, mode="r", use_consolidated=True)
+        members = dict(group.members(max_depth=None))
+        return {
+            name: _layout(name, member)
+            for name, member in members.items()
+            if isinstance(member, zarr.Array) and member.shards is not None
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise MismatchError(
+            f"The array metadata in {path / 'zarr.json'} are broken ({error}). Start again with --overwrite,"
+            " or in another folder."
+        ) from error
+
+
+def read_coordinate(path: Path, name: str) -> np.ndarray[Any, Any]:
+    """The coordinate ``name``, its checksum checked.
+
+    Raises:
+        ValueError: The bytes or the metadata are damaged.
+        FileNotFoundError: The file is gone; zarr would read that as fill.
+    """
+    array = zarr.open_array(path / name, mode="r")
+    (path / name / ".".join(["c", *["0"] * array.ndim])).stat()
+    try:
+        return np.asarray(array[...])
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def local(path: Path | str) -> Path:
+    """``path`` as an absolute local path.
+
+    Raises:
+        UsageError: It is the URL of an object store.
+    """
+    if "://" in str(path):
+        raise UsageError(f"{path} is a URL, and object stores are not supported yet. Give a local folder.")
+    return Path(path).resolve()
+
+
+def read_root(path: Path) -> dict[str, Any]:
+    """The root's ``zarr.json``: attributes, and the metadata of all arrays.
+
+    Raises:
+        MismatchError: It is missing, broken or without what `build` wrote.
+    """
+    try:
+        root = json.loads((path / "zarr.json").read_bytes())
+        whole = isinstance(root["attributes"]["complete"], bool)
+        whole = whole and isinstance(root["consolidated_metadata"]["metadata"], dict)
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise MismatchError(
+            f"{path / 'zarr.json'} is missing or broken, so what arrays the capture has is unknown."
+            " Start again with --overwrite, or in another folder."
+        )
+    return dict(root)
+
+
+def set_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
+    """Add to the root's attributes; a reader sees all of them or none.
+
+    The metadata of the arrays, consolidated in the same file, hold nothing of the root's own.
+    """
+    root = read_root(path)
+    wanted = {**root["attributes"], **attributes}
+    if wanted == root["attributes"]:
+        return
+    try:
+        records.write_json(path / "zarr.json", {**root, "attributes": wanted}, scratch=path / records.FOLDER)
+    except OSError as error:
+        raise storage_error(error, path / "zarr.json") from error
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    """Refuse a ``path`` where something is that must not be lost."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file. Give a folder that does not exist yet as --out.")
+    if not path.exists() or not any(path.iterdir()):
+        return
+    if not records.is_capture(path):
+        raise UsageError(
+            f"{path} is not empty and not a capture, so it is left alone, even by --overwrite."
+            " Give another --out."
+        )
+    if not overwrite:
+        raise UsageError(
+            f"{path} already holds a capture. Go on with it by --resume, or replace it by --overwrite."
+        )
+
+
+def _put_in_place(fresh: Path, path: Path) -> None:
+    """Rename ``fresh`` to ``path``, and delete the capture that was there, if any."""
+    old = path.parent / f".{path.name}.kimicap-old-{uuid.uuid4().hex}"
+    if records.is_capture(path):
+        # Moved aside first: deleting terabytes takes minutes, and half a capture must not be found.
+        os.rename(path, old)
+    try:
+        os.rename(fresh, path)
+    except OSError:
+        if old.exists():
+            os.rename(old, path)
+        raise
+    records.sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_leftovers(path: Path) -> None:
+    """Remove what a crash within `build` left beside ``path``."""
+    for entry in list(path.parent.iterdir()):
+        if entry.name.startswith((f".{path.name}.kimicap-new-", f".{path.name}.kimicap-old-")):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _build_zarr(
+    path: Path,
+    arrays: Sequence[ArrayLayout],
+    coordinates: Sequence[Coordinate],
+    attributes: Mapping[str, Any],
+    codec: str,
+) -> None:
+    """Write the group's metadata and the coordinates' data."""
+    root = zarr.create_group(path, zarr_format=3, attributes=dict(attributes))
+    paths = [layout.path for layout in arrays] + [coordinate.path for coordinate in coordinates]
+    for name in groups_of(paths):
+        root.create_group(name)
+    for layout in arrays:
+        root.create_array(
+            layout.path,
+            shape=layout.shape,
+            dtype=layout.dtype,
+            chunks=layout.chunk,
+            shards=layout.shard,
+            fill_value=layout.fill,
+            compressors=_compressors(codec, layout.itemsize_bytes),
+            dimension_names=layout.dims,
+            attributes=dict(layout.attributes),
+            # Shards beside each other in one folder: no folder has to be made, or made durable, a shard.
+            chunk_key_encoding={"name": "default", "separator": "."},
+        )
+    for coordinate in coordinates:
+        _write_coordinate(root, coordinate)
+    with warnings.catch_warnings():
+        # zarr warns that consolidated metadata are not in the v3 specification; its readers all know them.
+        warnings.simplefilter("ignore", ZarrUserWarning)
+        zarr.consolidate_metadata(root.store)
+
+
+def _write_coordinate(root: zarr.Group, coordinate: Coordinate) -> None:
+    """Write one coordinate, unsharded and in one chunk; that tells it from the other arrays."""
+    data = coordinate.data
+    assert data.dtype.kind in "biuf", f"{coordinate.path}: coordinates are numbers, not {data.dtype}"
+    array = root.create_array(
+        coordinate.path,
+        shape=data.shape,
+        dtype=data.dtype,
+        chunks=tuple(max(1, size) for size in data.shape),
+        fill_value={"b": False, "f": math.nan, "u": 0}.get(data.dtype.kind, -1),
+        compressors=[Crc32cCodec()],
+        dimension_names=coordinate.dims,
+        attributes=dict(coordinate.attributes),
+        chunk_key_encoding={"name": "default", "separator": "."},
+        # A chunk of fill is written too: then a missing file is always damage.
+        config={"write_empty_chunks": True},
+    )
+    array[...] = data
+
+
+def _compressors(codec: str, itemsize_bytes: int) -> list[BloscCodec | Crc32cCodec]:
+    """The codecs of one chunk, in order of writing.
+
+    The shuffle puts bytes of equal rank together, so that the empty half of a widened bfloat16
+    vanishes; the checksum comes last and covers what is on disk.
+    """
+    assert codec in CODECS, codec
+    if codec == "none":
+        return [Crc32cCodec()]
+    blosc = BloscCodec(
+        cname="lz4" if codec == "lz4" else "zstd", clevel=1, shuffle="shuffle", typesize=itemsize_bytes
+    )
+    return [blosc, Crc32cCodec()]
+
+
+def _layout(name: str, array: zarr.Array[Any]) -> ArrayLayout:
+    """The layout that ``array`` was created from."""
+    names = getattr(array.metadata, "dimension_names", None)
+    dtype = np.dtype(array.dtype)
+    assert names is not None
+    assert array.shards is not None
+    fill = {"b": False, "f": math.nan}.get(dtype.kind)
+    return ArrayLayout(
+        path=name,
+        dims=tuple(names),
+        shape=array.shape,
+        dtype=dtype.name,
+        chunk=array.chunks,
+        shard=array.shards,
+        fill=int(array.fill_value) if fill is None else fill,
+        attributes=dict(array.attrs),
+    )

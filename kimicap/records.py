@@ -1,0 +1,198 @@
+"""The files of a capture's ``.kimicap`` folder: one run record, and one record a committed block.
+
+A block counts only if its record is there and whole. Records are written so that a crash, or a
+power cut, leaves either the old file or the new one: temp file, fsync, rename, fsync of the folder.
+"""
+
+import errno
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kimicap.errors import KimicapError, MismatchError, RoomError, UsageError
+
+FORMAT = 1
+"""Version of the on-disk format that this code writes, and the newest that it reads."""
+
+FOLDER = ".kimicap"
+RUN = "run.json"
+BLOCKS = "blocks"
+
+_BLOCK_FILE = re.compile(r"\d{8,}\.json")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+def write_json(target: Path, body: Mapping[str, Any], *, scratch: Path) -> None:
+    """Replace ``target`` by ``body`` as JSON, durably and at once.
+
+    Args:
+        target: The file.
+        body: JSON values; NaN and infinities are refused, since other readers choke on them.
+        scratch: Folder of the same filesystem for the temp file, where a stray one disturbs nobody.
+
+    Raises:
+        OSError: From the filesystem; ``target`` is then as it was.
+    """
+    text = json.dumps(body, allow_nan=False, indent=1)
+    temp = scratch / f"{target.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(temp, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, target)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable: a rename alone may be lost with the power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> None:
+    """Make every file and folder under ``root`` durable."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(folder))
+
+
+def is_capture(path: Path) -> bool:
+    """Whether ``path`` is a folder that kimicap created."""
+    return (path / FOLDER / RUN).is_file()
+
+
+def write_run(path: Path, record: Mapping[str, Any]) -> None:
+    """Write the run record of a capture under construction.
+
+    ``record["blocks"]`` must hold the number of blocks planned; the rest is the caller's.
+    """
+    assert isinstance(record.get("blocks"), int), "the run record holds the number of planned blocks"
+    (path / FOLDER / BLOCKS).mkdir(parents=True)
+    body = {"format": FORMAT, "record": dict(record)}
+    write_json(path / FOLDER / RUN, body, scratch=path / FOLDER)
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The run record of the capture at ``path``.
+
+    Raises:
+        UsageError: There is nothing at ``path``, or something that is not a capture.
+        MismatchError: The record is broken, or of a newer format.
+    """
+    if not path.exists():
+        raise UsageError(f"There is no capture at {path}. Check the path, or run without --resume.")
+    if not is_capture(path):
+        raise UsageError(f"{path} is not a capture: it has no {FOLDER}/{RUN}. Check the path.")
+    file = path / FOLDER / RUN
+    try:
+        body = json.loads(file.read_bytes())
+        version, record = body["format"], body["record"]
+        whole = isinstance(version, int) and (version > FORMAT or isinstance(record["blocks"], int))
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    except OSError as error:
+        raise storage_error(error, file) from error
+    if not whole:
+        raise MismatchError(
+            f"The run record {file} is broken or was written by another program, so its settings are"
+            " unknown. Start again with --overwrite, or in another folder."
+        )
+    if version > FORMAT:
+        raise MismatchError(
+            f"{path} has format {version}, and this kimicap knows formats up to {FORMAT}. Update kimicap."
+        )
+    return dict(record)
+
+
+def block_file(path: Path, block: int) -> Path:
+    """Where the record of ``block`` lies."""
+    return path / FOLDER / BLOCKS / f"{block:08d}.json"
+
+
+def write_block(path: Path, block: int, body: Mapping[str, Any]) -> None:
+    """Commit ``block``: from the return on it counts, whatever happens."""
+    write_json(block_file(path, block), {"block": block, **body}, scratch=path / FOLDER)
+
+
+def read_blocks(path: Path) -> tuple[dict[int, dict[str, Any]], list[int]]:
+    """Every block record, by block, and the numbers of those that cannot be read."""
+    records: dict[int, dict[str, Any]] = {}
+    unreadable = []
+    for name in sorted(os.listdir(path / FOLDER / BLOCKS)):
+        if not _BLOCK_FILE.fullmatch(name):
+            continue
+        block = int(name.removesuffix(".json"))
+        try:
+            record = json.loads((path / FOLDER / BLOCKS / name).read_bytes())
+        except (ValueError, OSError):
+            record = None
+        if _is_block(record, block):
+            records[block] = record
+        else:
+            unreadable.append(block)
+    return records, unreadable
+
+
+def drop_blocks(path: Path, blocks: Sequence[int]) -> None:
+    """Remove the records of ``blocks``, so that they count as never computed."""
+    for block in blocks:
+        block_file(path, block).unlink(missing_ok=True)
+    sync_folder(path / FOLDER / BLOCKS)
+
+
+def _is_block(record: Any, block: int) -> bool:
+    """Whether ``record`` is what `write_block` wrote for ``block``, as far as the store reads it."""
+    if not isinstance(record, dict) or record.get("block") != block:
+        return False
+    shards = record.get("shards")
+    if not isinstance(shards, dict) or not all(isinstance(entries, list) for entries in shards.values()):
+        return False
+    return all(_is_shard(entry) for entries in shards.values() for entry in entries)
+
+
+def _is_shard(entry: Any) -> bool:
+    """Whether ``entry`` is ``{"index": [int, …], "bytes": int or null}``."""
+    if not isinstance(entry, dict) or set(entry) != {"index", "bytes"}:
+        return False
+    index, size = entry["index"], entry["bytes"]
+    whole = isinstance(index, list) and all(isinstance(part, int) for part in index)
+    return whole and (size is None or isinstance(size, int))
+
+
+def storage_error(exc: BaseException, path: Path | str) -> KimicapError:
+    """The sentence for an error of the filesystem or of tensorstore while writing ``path``.
+
+    tensorstore raises ``ValueError`` whatever happened, and tells the errno in its text only.
+    """
+    if isinstance(exc, KimicapError):
+        return exc
+    found = _OS_ERROR.search(str(exc))
+    code = exc.errno if isinstance(exc, OSError) else int(found[1]) if found else None
+    if code == errno.ENOSPC:
+        return RoomError(f"The disk holding {path} is full; free some and go on with --resume.")
+    if code == errno.EDQUOT:
+        return RoomError(f"The disk quota for {path} is used up; free some and go on with --resume.")
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UsageError(
+            f"{path} cannot be accessed: {os.strerror(code)}. Mend its permissions and go on with --resume,"
+            " or choose another --out."
+        )
+    return KimicapError(
+        f"Reading or writing {path} failed: {exc}. Every committed block is kept; go on with --resume."
+    )
