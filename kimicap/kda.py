@@ -56,7 +56,9 @@ def states_at(
     """
     _check(keys, values, decays, betas, initial, lengths)
     if any(position < 0 for position in at):
-        raise UsageError(f"State position {min(at)} was asked for; positions count from 0, so ask for 0 or more.")
+        raise UsageError(
+            f"State position {min(at)} was asked for; positions count from 0: ask for 0 or more."
+        )
     if chunk < 1:
         raise UsageError(f"chunk is {chunk}; it is a number of tokens, so give 1 or more.")
     tokens = keys.shape[1]
@@ -110,7 +112,7 @@ def replay(
             f"choose start and stop with 0 <= start <= stop <= {tokens}."
         )
     if queries is not None and queries.shape != keys.shape:
-        raise UsageError(f"queries have shape {list(queries.shape)}, expected that of keys, {list(keys.shape)}.")
+        raise UsageError(f"queries have shape {list(queries.shape)}, expected the keys' {list(keys.shape)}.")
     with torch.no_grad():
         state = _first_state(keys, values, initial)
         states = state.new_empty(state.shape[0], stop - start, *state.shape[1:])
@@ -136,8 +138,8 @@ def align_rows(tensor: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         ``[B, T, ...]``: real tokens first, zeros after them, whatever the padding held.
 
     Raises:
-        UsageError: starts or lengths are not ``[B]``, or (looked at only where they lie on the CPU, so that no
-            GPU is waited for) reach beyond the T tokens.
+        UsageError: starts or lengths are not ``[B]``, or reach beyond the T tokens (looked at only where
+            they lie on the CPU, so that no GPU is waited for).
     """
     rows, tokens = tensor.shape[:2]
     for name, found in (("starts", starts), ("lengths", lengths)):
@@ -148,8 +150,8 @@ def align_rows(tensor: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         if beyond.any():
             row = int(beyond.nonzero()[0])
             raise UsageError(
-                f"Row {row} is said to have {int(lengths[row])} real tokens from position {int(starts[row])}, "
-                f"but it holds {tokens}; give the start and length of its real tokens."
+                f"Row {row} is said to have {int(lengths[row])} real tokens from position "
+                f"{int(starts[row])}, but it holds {tokens}; give the start and length of its real tokens."
             )
     starts, lengths = starts.to(tensor.device).long(), lengths.to(tensor.device)
     steps = torch.arange(tokens, device=tensor.device)

@@ -79,7 +79,8 @@ def states_by_chunks(
     real = None
     if lengths is not None and bool((lengths < tokens).any()):
         real = torch.arange(tokens, device=keys.device) < lengths.to(keys.device)[:, None]
-    head_bytes = _head_bytes(min(tokens, SEGMENT_TOKENS), chunk, channels, values.shape[-1], len(at) / max(1, tokens))
+    share = len(at) / max(1, tokens)
+    head_bytes = _head_bytes(min(tokens, SEGMENT_TOKENS), chunk, channels, values.shape[-1], share)
     for part in _parts(rows, heads, head_bytes):
         mine = [tensor[part[0], :, part[1]] for tensor in (keys, values, decays, betas)]
         mine_real = None if real is None else real[part[0]]
@@ -94,7 +95,10 @@ def states_by_chunks(
 def _one_part(
     inputs: list[Tensor], at: list[int], initial: Tensor, real: Tensor | None, chunk: int, target: Tensor
 ) -> Tensor:
-    """Carry some rows and heads through all segments; fill ``target`` [b, P, h, K, V], return the final state."""
+    """Carry some rows and heads through all segments; fill ``target`` [b, P, h, K, V].
+
+    Returns the final state, ``[b, h, K, V]``.
+    """
     tokens = inputs[0].shape[1]
     state = initial.reshape(-1, *initial.shape[2:]).clone()
     size = max(1, SEGMENT_TOKENS // chunk) * chunk
@@ -144,7 +148,8 @@ def _factors(
     for token in range(chunk):
         if token:
             flat[:, :token] *= flat_kept[:, token, None]
-            torch.bmm(flat[:, :token], flat_keys[:, token, :, None], out=flat_overlaps[:, token, :token, None])
+            overlap = torch.bmm(flat[:, :token], flat_keys[:, token, :, None])
+            flat_overlaps[:, token, :token] = overlap[..., 0]
         flat[:, token] = flat_keys[:, token]
         slots = [slot for slot, (_, offset) in enumerate(offsets) if offset == token]
         if slots:
@@ -164,7 +169,7 @@ def _factors(
 
 
 def _carry(segment: _Segment, state: Tensor, target: Tensor) -> None:
-    """Carry ``state`` [G, K, V] through a segment, in place; write the wanted ones to ``target`` [b, P, h, K, V]."""
+    """Carry ``state`` [G, K, V] through a segment, in place; fill ``target`` [b, P, h, K, V]."""
     rows, _, heads = target.shape[:3]
     first = 0
     for chunk in range(segment.values.shape[1]):
@@ -177,7 +182,7 @@ def _carry(segment: _Segment, state: Tensor, target: Tensor) -> None:
             tokens = [token for _, token in segment.offsets[first:last]]
             added = torch.matmul(segment.wanted[:, first:last].mT, written[:, None])
             added.addcmul_(segment.left[:, chunk, tokens][..., None], state[:, None])
-            target[:, first:last] = added.unflatten(0, (rows, heads)).transpose(1, 2)
+            target[:, first:last] = added.reshape(rows, heads, *added.shape[1:]).transpose(1, 2)
             first = last
         state *= segment.left[:, chunk, -1, :, None]
         state.baddbmm_(segment.leaving[:, chunk].mT, written)
@@ -192,7 +197,7 @@ def _head_bytes(tokens: int, chunk: int, channels: int, width: int, share: float
 
 
 def _parts(rows: int, heads: int, head_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Cut rows and heads so that each part's temporaries stay within `SLICE_BYTES`, whole rows if they fit."""
+    """Cut rows and heads so that a part's temporaries stay within `SLICE_BYTES`, whole rows if they fit."""
     many = max(1, SLICE_BYTES // head_bytes)
     row_step, head_step = (many // heads, heads) if many >= heads else (1, many)
     for row in range(0, rows, row_step):
