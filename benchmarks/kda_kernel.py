@@ -46,7 +46,8 @@ def time_ms(given: Factors, at: list[int], tile: Tile, runs: int) -> dict[str, o
     """Time the kernel by CUDA events."""
     times = []
     for run in range(runs + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         states_on_cuda(*given, at, None, None, tile)
         end.record()

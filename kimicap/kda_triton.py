@@ -58,6 +58,7 @@ def _body(  # type: ignore[no-untyped-def]
     tokens,
     channels,
     width,
+    has_initial,
     keys_b,
     keys_t,
     keys_h,
@@ -82,7 +83,6 @@ def _body(  # type: ignore[no-untyped-def]
     states_h,
     final_b,
     final_h,
-    HAS_INITIAL: constexpr,
     HAS_LENGTHS: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
@@ -103,12 +103,11 @@ def _body(  # type: ignore[no-untyped-def]
         real = tl.minimum(tl.load(lengths + row).to(tl.int32), tokens)
     else:
         real = tokens
-    if HAS_INITIAL:
-        first = initial + row * initial_b + head * initial_h
-        first += k[:, None] * initial_k + v[None, :] * initial_v
-        state = tl.load(first, mask=tile_in, other=0.0).to(tl.float32)
-    else:
-        state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
+    # Read even where there is no initial state, with the mask off: Triton lays the tile out as it is read, and
+    # left to itself it picks a layout that takes half as many registers again (167 against 240 on sm_90).
+    first = initial + row * initial_b + head * initial_h
+    first += k[:, None] * initial_k + v[None, :] * initial_v
+    state = tl.load(first, mask=tile_in & (has_initial != 0), other=0.0).to(tl.float32)
 
     # These step on by one token a turn, which keeps long rows clear of 32-bit products.
     key_at = keys + row * keys_b + head * keys_h + k * keys_k
@@ -199,11 +198,10 @@ def states_on_cuda(
     with torch.cuda.device(device):
         _kernel[grid](
             *(keys, values, decays, betas, first, counts, slots, states, final),
-            *(tokens, channels, width),
+            *(tokens, channels, width, int(initial is not None)),
             *(*keys.stride(), *values.stride(), *decays.stride(), *betas.stride(), *first.stride()),
             *states.stride()[:3],
             *final.stride()[:2],
-            HAS_INITIAL=initial is not None,
             HAS_LENGTHS=lengths is not None,
             BLOCK_K=max(16, 1 << (channels - 1).bit_length()),
             BLOCK_V=tile.block_v,
