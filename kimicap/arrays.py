@@ -149,13 +149,10 @@ def _check_target(path: Path, overwrite: bool) -> None:
         return
     if not records.is_capture(path):
         raise UsageError(
-            f"{path} is not empty and not a capture, so it is left alone, even by --overwrite."
-            " Give another --out."
+            f"{path} is not empty and not a capture, so it is left alone, even by --overwrite. Give another --out."
         )
     if not overwrite:
-        raise UsageError(
-            f"{path} already holds a capture. Go on with it by --resume, or replace it by --overwrite."
-        )
+        raise UsageError(f"{path} already holds a capture. Go on with it by --resume, or replace it by --overwrite.")
 
 
 def _put_in_place(fresh: Path, path: Path) -> None:
@@ -244,9 +241,7 @@ def _compressors(codec: str, itemsize_bytes: int) -> list[BloscCodec | Crc32cCod
     assert codec in CODECS, codec
     if codec == "none":
         return [Crc32cCodec()]
-    blosc = BloscCodec(
-        cname="lz4" if codec == "lz4" else "zstd", clevel=1, shuffle="shuffle", typesize=itemsize_bytes
-    )
+    blosc = BloscCodec(cname="lz4" if codec == "lz4" else "zstd", clevel=1, shuffle="shuffle", typesize=itemsize_bytes)
     return [blosc, Crc32cCodec()]
 
 

@@ -56,9 +56,7 @@ def states_at(
     """
     _check(keys, values, decays, betas, initial, lengths)
     if any(position < 0 for position in at):
-        raise UsageError(
-            f"State position {min(at)} was asked for; positions count from 0: ask for 0 or more."
-        )
+        raise UsageError(f"State position {min(at)} was asked for; positions count from 0: ask for 0 or more.")
     if chunk < 1:
         raise UsageError(f"chunk is {chunk}; it is a number of tokens, so give 1 or more.")
     tokens = keys.shape[1]

@@ -132,9 +132,7 @@ def _lay(tensor: Tensor, real: Tensor | None, chunk: int) -> Tensor:
     return laid.reshape(rows * heads, padded // chunk, chunk, width)
 
 
-def _factors(
-    keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor, offsets: list[tuple[int, int]]
-) -> _Segment:
+def _factors(keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor, offsets: list[tuple[int, int]]) -> _Segment:
     """Work out, for all chunks at once, everything that needs no state."""
     keys = unit(keys)
     groups, chunks, chunk, channels = keys.shape

@@ -193,6 +193,4 @@ def storage_error(exc: BaseException, path: Path | str) -> KimicapError:
             f"{path} cannot be accessed: {os.strerror(code)}. Mend its permissions and go on with --resume,"
             " or choose another --out."
         )
-    return KimicapError(
-        f"Reading or writing {path} failed: {exc}. Every committed block is kept; go on with --resume."
-    )
+    return KimicapError(f"Reading or writing {path} failed: {exc}. Every committed block is kept; go on with --resume.")

@@ -143,9 +143,7 @@ def _record_damages(store: Store, committed: Sequence[int], unreadable: Sequence
     ]
 
 
-def _shard_damages(
-    store: Store, array: str, entry: dict[str, Any], block: int, broken: set[str]
-) -> list[Damage]:
+def _shard_damages(store: Store, array: str, entry: dict[str, Any], block: int, broken: set[str]) -> list[Damage]:
     """Damage of one shard: its file against the record, and every byte of it against its checksums."""
     index = entry["index"]
     layout = store.layouts.get(array)

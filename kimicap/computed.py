@@ -1,0 +1,208 @@
+"""Values computed from what sites give, one small function each, under the names that schema.yaml uses.
+
+A function takes its ingredients by the schema's names and hands pieces of rows to ``emit``. Tensors given
+in a value's layout have the batch axis before it; ingredients without a layout are as the model has them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kimicap import kda
+from kimicap.architecture import Want
+from kimicap.rows import Rows
+
+SLICE_BYTES = 256 * 2**20
+"""Largest temporary on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Part of one row of a value.
+
+    Attributes:
+        row: Row of the batch.
+        tensor: In the value's layout, without batch; the position axis holds the chosen ones alone.
+        slot: Where on the position axis it begins.
+        head: Where on the head axis it begins, counted among the heads wanted.
+        complete: Whether this is the row's last piece of this forward.
+    """
+
+    row: int
+    tensor: torch.Tensor
+    slot: int = 0
+    head: int = 0
+    complete: bool = True
+
+
+Whole = Callable[[torch.Tensor, Sequence[str]], None]
+"""Takes a tensor in the axes named, as if a site had given it."""
+
+
+def next_token_probs(want: Want, rows: Rows, *, logits: torch.Tensor) -> Iterator[Piece]:
+    """Softmax in float32 of the logits ``[batch, position, vocab]`` at each row's last token: ``[vocab]``."""
+    for row, (start, count) in enumerate(zip(rows.starts, rows.counts, strict=True)):
+        if count:
+            yield Piece(row=row, tensor=logits[row, start + count - 1].float().softmax(-1))
+
+
+def final_state(
+    want: Want,
+    rows: Rows,
+    *,
+    returned: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    decays: torch.Tensor,
+    betas: torch.Tensor,
+    initial: torch.Tensor | None,
+) -> Iterator[Piece]:
+    """State after each row's last token, ``[head, key_dim, value_dim]`` float32.
+
+    The kernel's own, but for rows with padding on their right, where the kernel's state ran on through it.
+    """
+    ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
+    short = [row for row, end in enumerate(ends) if rows.counts[row] and end < rows.width_tokens]
+    final = returned
+    if short:
+        lengths = torch.tensor([rows.counts[row] for row in short])
+        factors = [_of(tensor, short, rows) for tensor in (keys, values, decays, betas)]
+        found = kda.states_at(*factors, at=(), initial=None if initial is None else initial[short], lengths=lengths)[1]
+        final = returned.float().index_put((torch.tensor(short, device=returned.device),), found.to(returned.device))
+    for row, count in enumerate(rows.counts):
+        if count:
+            yield Piece(row=row, tensor=pick_heads(final[row], want, 0))
+
+
+def states(
+    want: Want,
+    rows: Rows,
+    *,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    decays: torch.Tensor,
+    betas: torch.Tensor,
+    initial: torch.Tensor | None,
+    returned: torch.Tensor | None = None,
+) -> Iterator[Piece]:
+    """States after the chosen tokens, ``[position, head, key_dim, value_dim]`` float32, a slice of heads at a time."""
+    del returned
+    positions, heads = want.request.positions, want.heads or range(keys.shape[2])
+    for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
+        offset, number, slot = positions.window(past, count, past + count) if count else (0, 0, 0)
+        if not number:
+            continue
+        at = range(offset, offset + number * positions.step, positions.step)
+        head_bytes = number * keys.shape[3] * values.shape[3] * 4
+        each = max(1, SLICE_BYTES // head_bytes)
+        for first in range(0, len(heads), each):
+            chosen = list(heads[first : first + each])
+            factors = [_of(tensor, [row], rows)[:, :count][:, :, chosen] for tensor in (keys, values, decays, betas)]
+            before = None if initial is None else initial[row : row + 1, chosen]
+            found = kda.states_at(*factors, at=at, initial=before)[0][0]
+            yield Piece(row=row, tensor=found, slot=slot, head=first, complete=first + each >= len(heads))
+
+
+def attention_scores(
+    want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> Iterator[Piece]:
+    """``scaling * queries . keys``, float32 ``[head, query, key]``, minus infinity where the mask forbids.
+
+    Args:
+        want: The heads and queries wanted.
+        rows: The rows of this forward.
+        queries: ``[batch, head, position, qk_dim]``.
+        keys: ``[batch, key heads, past, qk_dim]``, with everything in the cache.
+        mask: As the attention function took it: None, a padding mask, or ``[batch, heads or 1, position, past]``,
+            boolean (True: may attend) or additive.
+        scaling: Factor of the products.
+    """
+    groups = queries.shape[1] // keys.shape[1]
+    heads = want.heads or range(queries.shape[1])
+    for row, (start, count, past) in enumerate(zip(rows.starts, rows.counts, rows.past, strict=True)):
+        offset, number, slot = want.request.positions.window(past, count, past + count) if count else (0, 0, 0)
+        if not number:
+            continue
+        step, total = want.request.positions.step, past + count
+        first_key = keys.shape[2] - rows.width_tokens + start - past
+        queried = slice(start + offset, start + offset + (number - 1) * step + 1, step)
+        each = max(1, SLICE_BYTES // (number * total * 4))
+        for first in range(0, len(heads), each):
+            chosen = list(heads[first : first + each])
+            query = queries[row, chosen, queried].float()
+            key = keys[row, [head // groups for head in chosen], first_key : first_key + total].float()
+            scores = query @ key.transpose(1, 2) * scaling
+            if mask is None or mask.ndim != 4:
+                at = past + offset + step * torch.arange(number, device=scores.device)
+                scores = scores.masked_fill(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
+            else:
+                part = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
+                scores = _masked(scores, part[chosen] if part.shape[0] > 1 else part)
+            yield Piece(row=row, tensor=scores, slot=slot, head=first, complete=first + each >= len(heads))
+
+
+def attention_probabilities(
+    want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> Iterator[Piece]:
+    """Softmax over the keys of `attention_scores`, float32 ``[head, query, key]``."""
+    for piece in attention_scores(want, rows, queries=queries, keys=keys, mask=mask, scaling=scaling):
+        yield Piece(
+            row=piece.row,
+            tensor=piece.tensor.softmax(-1),
+            slot=piece.slot,
+            head=piece.head,
+            complete=piece.complete,
+        )
+
+
+def expert_outputs(
+    want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Mapping[str, Any]]
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Weighted output of each slot, ``[token, slot, hidden]``, by calling the experts with one slot a row.
+
+    Args:
+        want: The request.
+        rows: The rows of this forward.
+        experts: The experts module and the arguments it was called with: ``hidden_states`` ``[token, hidden]``,
+            ``top_k_index`` and ``top_k_weights`` ``[token, slot]``.
+    """
+    module, arguments = experts
+    hidden, index, weights = arguments["hidden_states"], arguments["top_k_index"], arguments["top_k_weights"]
+    slots = index.shape[1]
+    found = module(hidden.repeat_interleave(slots, 0), index.reshape(-1, 1), weights.reshape(-1, 1))
+    return found.view(hidden.shape[0], slots, -1), ("token", "slot", "hidden")
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        next_token_probs,
+        final_state,
+        states,
+        attention_scores,
+        attention_probabilities,
+        expert_outputs,
+    )
+}
+
+
+def pick_heads(tensor: torch.Tensor, want: Want, axis: int) -> torch.Tensor:
+    """The heads wanted, of a tensor whose head axis is ``axis``."""
+    return tensor if want.heads is None else torch.stack([tensor.select(axis, head) for head in want.heads], axis)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``scores`` ``[head, query, key]`` under a mask, boolean or additive; its lowest number means minus infinity."""
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return (scores + mask.float()).masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+
+
+def _of(tensor: torch.Tensor, chosen: Sequence[int], rows: Rows) -> torch.Tensor:
+    """The chosen rows ``[row, position, …]``, moved so that position 0 is the first real token."""
+    if rows.aligned:
+        return tensor[list(chosen)]
+    parts = [tensor[row, rows.starts[row] : rows.starts[row] + rows.counts[row]] for row in chosen]
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

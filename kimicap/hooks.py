@@ -1,0 +1,374 @@
+"""The registrar: plain PyTorch hooks on a loaded model, and recording wrappers at its call sites.
+
+Everything is attached inside a ``with`` and taken away on every exit. Hooks return None, so the model's outputs
+stay bit for bit what they are without.
+"""
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from kimicap import computed
+from kimicap.architecture import Architecture, Want
+from kimicap.computed import Piece, pick_heads
+from kimicap.errors import UsageError
+from kimicap.rows import Rows, to_layout
+from kimicap.schema import Call, Site
+from kimicap.selection import position_axis
+
+Sink = Callable[[str, int | None, Piece], None]
+"""Takes a value's dotted name, the block (None for values of the whole model) and a piece of it."""
+
+
+class Recorder:
+    """Reads the sites that some wants need, and hands pieces of their rows to a sink, during forwards.
+
+    Set `rows` before each forward. Tensors handed over are the model's own: read them before the forward ends,
+    or on the same stream.
+
+    Attributes:
+        rows: The rows of the coming forward.
+        fired: Pairs of value and block that have been handed over since it was last cleared.
+        dtypes: The dtype in which the model had each value.
+        kernels: Functions seen at each call site, with where they come from.
+    """
+
+    def __init__(self, model: torch.nn.Module, architecture: Architecture, wants: Sequence[Want], sink: Sink) -> None:
+        self.rows = Rows(width_tokens=0, starts=(), counts=(), past=())
+        self.fired: set[tuple[str, int | None]] = set()
+        self.dtypes: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}
+        self._model, self._architecture, self._sink = model, architecture, sink
+        self._wants = {(site.part, site.name): want for want in wants for site in architecture.sites(want.value)}
+        self._paused = False
+        self._running: dict[str, int | None] = {}
+        self._found: dict[tuple[str, int | None], dict[str, Any]] = defaultdict(dict)
+        self._computed: dict[str, list[Site]] = defaultdict(list)
+        for part, name in self._wants:
+            site = architecture.family.sites[part][name]
+            if site.compute is not None:
+                self._computed[part].append(site)
+
+    @contextmanager
+    def attached(self) -> Iterator["Recorder"]:
+        """Attaches every hook and wrapper that is needed, and takes them all away on leaving.
+
+        Raises:
+            UsageError: A site does not fit the loaded model.
+        """
+        with ExitStack() as stack:
+            for part, block in self._places():
+                self._attach(stack, part, block)
+            yield self
+
+    def missing(self) -> list[tuple[str, int | None]]:
+        """Wanted values and blocks that have not fired, but for those that may be absent."""
+        expected = {
+            (want.value.key, block)
+            for (part, name), want in self._wants.items()
+            if not self._architecture.family.sites[part][name].absent
+            for block in self._blocks(want, part)
+        }
+        return sorted(expected - self.fired, key=str)
+
+    def _places(self) -> list[tuple[str, int | None]]:
+        places = {(part, block) for (part, _), want in self._wants.items() for block in self._blocks(want, part)}
+        return sorted(places, key=str)
+
+    def _blocks(self, want: Want, part: str) -> list[int | None]:
+        if want.value.host == "model":
+            return [None]
+        return [block for block in want.blocks if block in self._architecture.blocks[part]]
+
+    def _needed(self, part: str, block: int | None) -> list[Site]:
+        """Sites of a part that must be read in a block: the values wanted, and what they are computed from."""
+        sites = self._architecture.family.sites[part]
+        names = [n for (p, n), want in self._wants.items() if p == part and block in self._blocks(want, part)]
+        needed: dict[str, Site] = {}
+        while names:
+            name = names.pop()
+            if name not in needed:
+                needed[name] = sites[name]
+                names += sites[name].inputs.values()
+        return [site for site in needed.values() if site.compute is None]
+
+    def _attach(self, stack: ExitStack, part: str, block: int | None) -> None:
+        row = self._architecture.family.parts[part]
+        path = row.module.format(layer=block)
+        host = self._module(path, what=f"part {part}")
+        if type(host).__name__ != row.class_name:
+            raise UsageError(
+                f"{path} is a {type(host).__name__}, where the schema's part {part} expects a {row.class_name}; "
+                "the schema does not fit this model."
+            )
+        calls: dict[str, list[Site]] = defaultdict(list)
+        for site in self._needed(part, block):
+            if site.call is not None:
+                calls[site.call].append(site)
+            else:
+                self._hook(stack, site, host, path, block)
+        if calls:
+            stack.callback(host.register_forward_pre_hook(self._enter(part, block)).remove)
+            stack.callback(host.register_forward_hook(self._leave(part), always_call=True).remove)
+        for name, sites in calls.items():
+            self._wrap_call(stack, self._architecture.family.calls[name], host, sites)
+
+    def _module(self, path: str, *, what: str) -> torch.nn.Module:
+        module = self._model
+        for name in [] if path == "." else path.split("."):
+            found = getattr(module, name, None)
+            if not isinstance(found, torch.nn.Module):
+                names = ", ".join(child for child, _ in module.named_children())
+                raise UsageError(
+                    f"The {what} lies at {path}, but {type(module).__name__} has no module {name!r} (it has {names}); "
+                    "the schema does not fit this model."
+                )
+            module = found
+        return module
+
+    def _hook(self, stack: ExitStack, site: Site, host: torch.nn.Module, path: str, block: int | None) -> None:
+        relative = site.input or site.output or "."
+        inner = path if relative == "." else relative if path == "." else f"{path}.{relative}"
+        module = self._module(inner, what=f"site of {site.name}")
+        where = f"{site.name} at {inner}"
+        names = tuple(inspect.signature(module.forward).parameters)
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._paused:
+                self._read(site, block, _argument(site.argument, names, args, kwargs, where), where)
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._paused:
+                return
+            if site.whole:
+                self._read(site, block, (module, {**dict(zip(names, args, strict=False)), **kwargs}), where)
+            else:
+                self._read(site, block, _item(site.item, output, where), where)
+
+        if site.input is not None:
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(after, with_kwargs=True)
+        stack.callback(handle.remove)
+
+    def _enter(self, part: str, block: int | None) -> Callable[..., None]:
+        def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            self._running[part] = block
+
+        return enter
+
+    def _leave(self, part: str) -> Callable[..., None]:
+        def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._running.pop(part, None)
+
+        return leave
+
+    def _wrap_call(self, stack: ExitStack, call: Call, host: torch.nn.Module, sites: Sequence[Site]) -> None:
+        """Puts a recording wrapper in the place of each of the call's functions, once for all blocks."""
+        modelling = sys.modules[type(host).__module__]
+        for namespace, name in _functions(call, host, modelling):
+            original = namespace.get(name)
+            if original is None:
+                raise UsageError(
+                    f"{modelling.__name__} has no function {name!r}, where the schema has the call {call.name}; "
+                    "the schema does not fit this model."
+                )
+            if getattr(original, "recorder", None) is self:
+                continue
+            self.kernels.setdefault(call.name, _origin(original))
+            stack.enter_context(_replaced(namespace, name, self._wrapper(call, original)))
+
+    def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = tuple(inspect.signature(original).parameters)
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            if self._paused or call.part not in self._running:
+                return original(*args, **kwargs)
+            block = self._running[call.part]
+            output = original(*args, **{**kwargs, **call.ask})
+            self.kernels[call.name] = _origin(original)
+            for site in self._needed(call.part, block):
+                if site.call == call.name:
+                    where = f"{site.name} at the call {call.name} of block {block}"
+                    found = (
+                        _item(site.result, output, where)
+                        if site.result is not None
+                        else _argument(site.argument, names, args, kwargs, where)
+                    )
+                    self._read(site, block, found, where)
+            return output
+
+        recording.recorder = self  # type: ignore[attr-defined]
+        return recording
+
+    def _read(self, site: Site, block: int | None, raw: Any, where: str) -> None:
+        """Takes what a site gave: hands the value over if it is wanted, and computes what it completes."""
+        if raw is None and not site.absent:
+            raise UsageError(f"{where}: expected a tensor, found None; the schema does not fit this model.")
+        want = self._wants.get((site.part, site.name))
+        tensor = raw
+        if isinstance(raw, torch.Tensor) and site.axes is not None:
+            value = f"{self._architecture.family.parts[site.part].host}.{site.name}"
+            tensor = self._laid_out(raw, site, where, value)
+        if want is not None and tensor is not None and block in self._blocks(want, site.part):
+            if site.keep != "first" or self.rows.first:
+                self._hand_over(want, block, tensor)
+        if any(site.name in other.inputs.values() for other in self._computed[site.part]):
+            found = self._found[site.part, block]
+            found[site.name] = tensor
+            self._compute(site.part, block, found, site.name)
+
+    def _laid_out(self, raw: torch.Tensor, site: Site, where: str, key: str) -> torch.Tensor:
+        host = self._architecture.family.parts[site.part].host
+        assert site.axes is not None
+        layout = self._layout(key, site)
+        return to_layout(raw, site.axes, layout, self.rows, lambda dim: self._architecture.size(host, dim), where)
+
+    def _layout(self, key: str, site: Site) -> Sequence[str]:
+        """The value's layout; of an ingredient, its own axes."""
+        want = self._wants.get((site.part, site.name))
+        if want is not None:
+            return want.value.layout
+        assert site.axes is not None
+        names = [name for axis in site.axes for name in axis.split("*")]
+        renamed = {"token": "position", "past": "position"}
+        return [renamed.get(name, name) for name in names if name != "batch"]
+
+    def _compute(self, part: str, block: int | None, found: dict[str, Any], latest: str) -> None:
+        pending = [
+            site
+            for site in self._computed[part]
+            if latest in site.inputs.values()
+            and all(name in found for name in site.inputs.values())
+            and block in self._blocks(self._wants[part, site.name], part)
+        ]
+        for site in pending:
+            want = self._wants[part, site.name]
+            ingredients = {key: found[name] for key, name in site.inputs.items()}
+            self._paused = True
+            try:
+                result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients)
+                if isinstance(result, tuple):
+                    where = f"{site.name} of block {block}"
+                    host = want.value.host
+                    size = self._architecture.size
+                    tensor = to_layout(
+                        result[0], result[1], want.value.layout, self.rows, lambda dim: size(host, dim), where
+                    )
+                    self._hand_over(want, block, tensor)
+                else:
+                    for piece in result:
+                        self._give(want.value.key, block, piece)
+            finally:
+                self._paused = False
+        if all(all(name in found for name in site.inputs.values()) for site in self._computed[part]):
+            found.clear()
+
+    def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:
+        """Cuts ``[batch, *layout]`` into rows, each narrowed to its own tokens and the positions and heads wanted."""
+        layout, key, rows = want.value.layout, want.value.key, self.rows
+        axis = position_axis(want.value)
+        head = layout.index("head") if "head" in layout else None
+        for row, (start, count, past) in enumerate(zip(rows.starts, rows.counts, rows.past, strict=True)):
+            if not count:
+                continue
+            piece, slot = tensor[row], 0
+            if axis is not None:
+                positions = want.request.positions
+                offset, number, slot = positions.window(past, count, past + count)
+                if not number:
+                    continue
+                place, first = layout.index(axis), start + offset
+                piece = piece.narrow(place, first, (number - 1) * positions.step + 1)
+                if positions.step > 1:
+                    piece = piece[(slice(None),) * place + (slice(None, None, positions.step),)]
+            if head is not None:
+                piece = pick_heads(piece, want, head)
+            if want.request.top is None:
+                self._give(key, block, Piece(row=row, tensor=piece, slot=slot))
+            else:
+                largest = piece.float().topk(want.request.top, dim=-1)
+                kept = piece.gather(-1, largest.indices)
+                self._give(key, block, Piece(row=row, tensor=kept, slot=slot), "_top")
+                self._give(key, block, Piece(row=row, tensor=largest.indices, slot=slot), "_top_ids")
+        self.fired.add((key, block))
+        self.dtypes[key] = str(tensor.dtype).removeprefix("torch.")
+
+    def _give(self, key: str, block: int | None, piece: Piece, suffix: str = "") -> None:
+        self.fired.add((key, block))
+        self.dtypes.setdefault(key + suffix, str(piece.tensor.dtype).removeprefix("torch."))
+        self._sink(key + suffix, block, piece)
+
+
+def _argument(
+    which: str | int | None, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], where: str
+) -> Any:
+    if isinstance(which, int):
+        if which < len(args):
+            return args[which]
+        which = names[which] if which < len(names) else which
+    if which in kwargs:
+        return kwargs[str(which)]
+    if which in names and names.index(str(which)) < len(args):
+        return args[names.index(str(which))]
+    if which in names:
+        return None
+    raise UsageError(f"{where}: no argument is called {which!r} (there are {', '.join(names)}); mend the schema.")
+
+
+def _item(which: str | int | None, output: Any, where: str) -> Any:
+    if which is None:
+        if isinstance(output, torch.Tensor) or output is None:
+            return output
+        size = f" of {len(output)}" if isinstance(output, tuple | list) else ""
+        raise UsageError(f"{where}: found a {type(output).__name__}{size}; say which `item` is meant in the schema.")
+    try:
+        return output[which]
+    except (IndexError, KeyError, TypeError):
+        raise UsageError(f"{where}: the output, a {type(output).__name__}, has no item {which!r}.") from None
+
+
+def _functions(
+    call: Call, host: torch.nn.Module, modelling: Any
+) -> list[tuple[MutableMapping[str, Callable[..., Any]], str]]:
+    """Where the call's functions are looked up: a namespace and a name each."""
+    if not call.attention:
+        return [(vars(modelling), name) for name in call.functions]
+    implementation = str(getattr(host.config, "_attn_implementation"))  # noqa: B009
+    if implementation == "eager":
+        return [(vars(modelling), "eager_attention_forward")]
+    return [(modelling.ALL_ATTENTION_FUNCTIONS, implementation)]
+
+
+@contextmanager
+def _replaced(namespace: MutableMapping[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function under a name, the original back on leaving. Transformers' registry keeps local overrides."""
+    local = getattr(namespace, "_local_mapping", namespace)
+    original = local.get(name)
+    namespace[name] = function
+    try:
+        yield
+    finally:
+        if original is None:
+            del namespace[name]
+        else:
+            namespace[name] = original
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    """Module and name of the code behind a function; transformers hides the kernel it chose in a closure."""
+    inner = function
+    while hasattr(inner, "__wrapped__") or inspect.isfunction(inner):
+        hidden = inspect.getclosurevars(inner).nonlocals.get("implementation") if inspect.isfunction(inner) else None
+        if hidden is not None:
+            inner = hidden
+        elif hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        else:
+            break
+    return f"{inner.__module__}.{getattr(inner, '__name__', type(inner).__name__)}"
