@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -193,13 +194,16 @@ def _load(source: Source, settings: DataSettings) -> Any:
     if source.kind == "saved":
         return datasets.load_from_disk(os.fspath(source.path))
     if source.kind == "hub":
+        if source.name.isidentifier() and find_spec(f"datasets.packaged_modules.{source.name}"):
+            # Given the name of a loader, datasets would take in whatever lies in the working directory.
+            raise UsageError(f"{source.name!r} names a file format, not a dataset. Name a file or a hub id.")
         # A slice or sum of splits, "train[:100]", is left to datasets; it prepares all splits anyway.
         made = settings.split if settings.split and _is_slice(settings.split) else None
         return datasets.load_dataset(source.name, settings.subset, split=made, streaming=settings.streaming)
     options: dict[str, Any] = {}
     if source.loader == "csv":
         # Otherwise pandas takes the texts "NA" and "null" for missing and "007" for a number.
-        options["converters"] = {settings.text_column or "text": str}
+        options |= {"converters": {settings.text_column or "text": str}, "keep_default_na": False}
     if source.kind == "file":
         files = {"train": [glob.escape(os.fspath(source.path.absolute()))]}
         return datasets.load_dataset(source.loader, data_files=files, streaming=True, **options)

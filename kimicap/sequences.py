@@ -85,7 +85,7 @@ class TableWriter:
 
     def _no_room(self, error: OSError) -> RoomError:
         return RoomError(
-            f"Could not keep the dataset's tokens ({self.tokens * 4} bytes so far) in {tempfile.gettempdir()}: "
+            f"No room for the dataset's tokens ({self.tokens * 4} bytes so far) in {tempfile.gettempdir()}: "
             f"{error.strerror}. Name a folder with more room in the variable TMPDIR."
         )
 

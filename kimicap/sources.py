@@ -71,6 +71,8 @@ _KNOWN = "the extension must be one of " + ", ".join(LOADERS)
 
 
 def _folder(name: str, path: Path) -> Source:
+    if set("*?[") & set(os.fspath(path.absolute())):
+        raise UsageError(f"The folder {name!r} has one of *?[ in its path, a pattern to datasets. Rename it.")
     files = sorted(
         file
         for file in path.rglob("*")
@@ -102,6 +104,8 @@ def explain(source: Source, error: Exception) -> UsageError:
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    if text.startswith("Couldn't cast"):
+        text = "its files, or parts of them, do not all have the same columns and types"
     what = "file" if source.kind == "file" else "folder"
     return UsageError(f"The {what} {source.name!r} could not be read as a dataset: {text}.")
 
