@@ -5,7 +5,6 @@ known and the plan is exact. Rows are always read as a stream, and only their to
 nameless file: nothing of a dataset is cached that a later change of the file could make stale.
 """
 
-import difflib
 import glob
 import os
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 from kimicap.errors import UsageError
 from kimicap.sequences import Sequences, TableWriter, TokenTable, form_batches, make_sequences
 from kimicap.sources import Source, explain, find_source
-from kimicap.tokens import ByteTokenizer, Column, Tokenizer, encode
+from kimicap.tokens import ByteTokenizer, Column, Tokenizer, choose_column, encode
 
 __all__ = ["ByteTokenizer", "DataSettings", "Sequences", "Tokenizer", "form_batches", "read_sequences"]
 
@@ -139,7 +138,8 @@ def _fill(
     while settings.limit is None or sequences < settings.limit:
         # Unless packed, a row gives at least one sequence: read no more rows than sequences are left.
         left = size if settings.limit is None or settings.pack else settings.limit - sequences
-        values = [row.get(column.name) for row in islice(rows, min(size, left))]
+        chunk = list(islice(rows, min(size, left)))
+        values = [column.value(row, read + offset) for offset, row in enumerate(chunk)]
         if not values:
             break
         encoded = encode(values, first_row=read, column=column, tokenizer=tokenizer, vocab_size=vocab_size)
@@ -176,9 +176,13 @@ def _open(settings: DataSettings) -> tuple[Column, Iterator[Any]]:
         if not names:  # a stream may not know before its first row
             first = list(islice(rows, 1))
             names, rows = list(first[0]) if first else [], chain(first, rows)
-            column = _choose_column(settings, names) if first else Column(name="text", kind="text")
-        else:
-            column = _choose_column(settings, names)
+        column = choose_column(
+            names,
+            text=settings.text_column,
+            messages=settings.messages_column,
+            input_ids=settings.input_ids_column,
+        )
+        if dataset.column_names:
             rows = iter(dataset.select_columns([column.name]))
     except UsageError:
         raise
@@ -255,23 +259,6 @@ def _explained(rows: Iterator[Any], source: Source) -> Iterator[Any]:
         yield from rows
     except Exception as error:
         raise explain(source, error) from error
-
-
-def _choose_column(settings: DataSettings, names: list[str]) -> Column:
-    if settings.messages_column is not None:
-        column = Column(name=settings.messages_column, kind="messages")
-    elif settings.input_ids_column is not None:
-        column = Column(name=settings.input_ids_column, kind="input_ids")
-    else:
-        column = Column(name=settings.text_column or "text", kind="text")
-    if column.name in names:
-        return column
-    near = difflib.get_close_matches(column.name, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UsageError(
-        f"The dataset has no column {column.name!r}; it has {', '.join(names)}.{hint} Name the one to read "
-        "with --text-column, --messages-column or --input-ids-column."
-    )
 
 
 @contextmanager

@@ -49,7 +49,18 @@ def find_source(name: str) -> Source:
     Raises:
         UsageError: A local path that does not exist, or that holds no format or several.
     """
-    path = Path(name).expanduser()
+    if not name:
+        raise UsageError("--dataset is empty. Name a file, a folder or a hub id.")
+    try:
+        return _find(name, Path(name).expanduser())
+    except OSError as error:
+        raise UsageError(f"The path {name!r} could not be looked at: {error.strerror}.") from error
+
+
+_KNOWN = "the extension must be one of " + ", ".join(LOADERS)
+
+
+def _find(name: str, path: Path) -> Source:
     if path.is_dir():
         if any((path / mark).is_file() for mark in SAVED_MARKS):
             return Source(name=name, kind="saved")
@@ -65,9 +76,6 @@ def find_source(name: str) -> Source:
             f"There is no file or folder {name!r}. Check the path, or name a hub id like 'owner/name'."
         )
     return Source(name=name, kind="hub")
-
-
-_KNOWN = "the extension must be one of " + ", ".join(LOADERS)
 
 
 def _folder(name: str, path: Path) -> Source:
@@ -101,9 +109,10 @@ def explain(source: Source, error: Exception) -> UsageError:
         return UsageError(_hub_sentence(source.name, error))
     if source.loader == "json" and (found := _bad_json_line(source.files)):
         return UsageError(f"{found} Mend or leave out that line.")
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip().partition("\n")[0].rstrip(".") or type(cause).__name__
     if text.startswith("Couldn't cast"):
         text = "its files, or parts of them, do not all have the same columns and types"
     what = "file" if source.kind == "file" else "folder"

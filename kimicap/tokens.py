@@ -1,5 +1,6 @@
 """The values of a dataset's column as token ids, each row checked; and the tokenizer that needs no files."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -36,8 +37,12 @@ class ByteTokenizer:
     name = "bytes"
     pad_token_id = 0
     eos_token_id = 1
-    all_special_ids: Sequence[int] = (0, 1, 2)
     chat_template = None
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Pad, end and unknown."""
+        return [0, 1, 2]
 
     def __call__(
         self, text: list[str], /, *, truncation: bool = False, max_length: int | None = None
@@ -63,6 +68,44 @@ class Column:
 
     name: str
     kind: Literal["text", "messages", "input_ids"]
+
+    def value(self, row: Mapping[str, Any], number: int) -> Any:
+        """The column's value in row ``number``, which may come from another file than the first row."""
+        if self.name not in row:
+            raise UsageError(
+                f"Row {number} has no column {self.name!r}, which earlier rows have. Mend or leave out its file."
+            )
+        return row[self.name]
+
+
+def choose_column(
+    names: list[str], *, text: str | None, messages: str | None, input_ids: str | None
+) -> Column:
+    """The column that was asked for, or ``text``.
+
+    Args:
+        names: The dataset's columns; none if it has no rows, which is for others to tell.
+        text: Asked for as texts. At most one of the three is given.
+        messages: Asked for as chat messages.
+        input_ids: Asked for as token ids.
+
+    Raises:
+        UsageError: The dataset does not have it.
+    """
+    if messages is not None:
+        column = Column(name=messages, kind="messages")
+    elif input_ids is not None:
+        column = Column(name=input_ids, kind="input_ids")
+    else:
+        column = Column(name="text" if text is None else text, kind="text")
+    if column.name in names or not names:
+        return column
+    near = difflib.get_close_matches(column.name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UsageError(
+        f"The dataset has no column {column.name!r}; it has {', '.join(names)}.{hint} Name the one to read "
+        "with --text-column, --messages-column or --input-ids-column."
+    )
 
 
 def encode(
@@ -143,7 +186,7 @@ _CHECKS = {"text": _check_text, "messages": _check_messages, "input_ids": _check
 
 
 def _check_range(ids: Sequence[int], row: int, vocab_size: int | None) -> None:
-    if not ids:
+    if not len(ids):
         return
     if min(ids) < 0:
         raise UsageError(
