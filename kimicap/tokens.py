@@ -73,7 +73,7 @@ class Column:
         """The column's value in row ``number``, which may come from another file than the first row."""
         if self.name not in row:
             raise UsageError(
-                f"Row {number} has no column {self.name!r}, which earlier rows have. Mend or leave out its file."
+                f"Row {number} has no column {self.name!r}, which earlier rows have. Mend its file."
             )
         return row[self.name]
 
