@@ -20,8 +20,6 @@ from torch import Tensor
 from kimicap import kda_chunks
 from kimicap.errors import UsageError
 
-NORM_EPS = kda_chunks.NORM_EPS
-
 
 def states_at(
     keys: Tensor,
