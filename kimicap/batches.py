@@ -70,9 +70,7 @@ class DataSettings:
         if self.limit is not None and self.limit < 1:
             problems.append(f"--limit is {self.limit}, but a run has at least 1 sequence.")
         if self.pack and self.split_long:
-            problems.append(
-                "--pack already goes on with long rows in the next window; leave out --split-long."
-            )
+            problems.append("--pack already goes on with long rows in the next window; leave out --split-long.")
         for flag, given in (("--pack", self.pack), ("--split-long", self.split_long)):
             if given and self.seq_len is None:
                 problems.append(f"{flag} needs --seq-len, the tokens of a full sequence.")
@@ -234,9 +232,7 @@ def _choose_split(loaded: Any, source: Source, settings: DataSettings) -> Any:
         sliced = source.kind == "hub"
         if settings.split is None or sliced or str(loaded.split) == settings.split:
             return loaded
-        raise UsageError(
-            f"The dataset {settings.dataset!r} is a single split; leave out --split {settings.split}."
-        )
+        raise UsageError(f"The dataset {settings.dataset!r} is a single split; leave out --split {settings.split}.")
     names = list(loaded)
     if settings.split is None and len(names) == 1:
         return loaded[names[0]]

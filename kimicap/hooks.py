@@ -53,6 +53,10 @@ class Recorder:
             site = architecture.family.sites[part][name]
             if site.compute is not None:
                 self._computed[part].append(site)
+        self._ingredients = {
+            (part, name) for part, sites in self._computed.items() for site in sites for name in site.inputs.values()
+        }
+        self._called: dict[tuple[str, int | None], list[Site]] = {}
 
     @contextmanager
     def attached(self) -> Iterator["Recorder"]:
@@ -106,17 +110,16 @@ class Recorder:
                 f"{path} is a {type(host).__name__}, where the schema's part {part} expects a {row.class_name}; "
                 "the schema does not fit this model."
             )
-        calls: dict[str, list[Site]] = defaultdict(list)
-        for site in self._needed(part, block):
-            if site.call is not None:
-                calls[site.call].append(site)
-            else:
+        stack.callback(host.register_forward_pre_hook(self._enter(part, block)).remove)
+        needed = self._needed(part, block)
+        for site in needed:
+            if site.call is None:
                 self._hook(stack, site, host, path, block)
-        if calls:
-            stack.callback(host.register_forward_pre_hook(self._enter(part, block)).remove)
-            stack.callback(host.register_forward_hook(self._leave(part), always_call=True).remove)
-        for name, sites in calls.items():
-            self._wrap_call(stack, self._architecture.family.calls[name], host, sites)
+        self._called[part, block] = [site for site in needed if site.call is not None]
+        for name in sorted({site.call for site in needed if site.call is not None}):
+            self._wrap_call(stack, self._architecture.family.calls[name], host)
+        # Last, so that what the part's own output completes is computed before its ingredients are let go.
+        stack.callback(host.register_forward_hook(self._leave(part, block), always_call=True).remove)
 
     def _module(self, path: str, *, what: str) -> torch.nn.Module:
         module = self._model
@@ -162,13 +165,14 @@ class Recorder:
 
         return enter
 
-    def _leave(self, part: str) -> Callable[..., None]:
+    def _leave(self, part: str, block: int | None) -> Callable[..., None]:
         def leave(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._running.pop(part, None)
+            self._found.pop((part, block), None)
 
         return leave
 
-    def _wrap_call(self, stack: ExitStack, call: Call, host: torch.nn.Module, sites: Sequence[Site]) -> None:
+    def _wrap_call(self, stack: ExitStack, call: Call, host: torch.nn.Module) -> None:
         """Puts a recording wrapper in the place of each of the call's functions, once for all blocks."""
         modelling = sys.modules[type(host).__module__]
         for namespace, name in _functions(call, host, modelling):
@@ -180,19 +184,18 @@ class Recorder:
                 )
             if getattr(original, "recorder", None) is self:
                 continue
-            self.kernels.setdefault(call.name, _origin(original))
             stack.enter_context(_replaced(namespace, name, self._wrapper(call, original)))
 
     def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
-        names = tuple(inspect.signature(original).parameters)
+        names, origin = tuple(inspect.signature(original).parameters), _origin(original)
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             if self._paused or call.part not in self._running:
                 return original(*args, **kwargs)
             block = self._running[call.part]
             output = original(*args, **{**kwargs, **call.ask})
-            self.kernels[call.name] = _origin(original)
-            for site in self._needed(call.part, block):
+            self.kernels[call.name] = origin
+            for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
                     where = f"{site.name} at the call {call.name} of block {block}"
                     found = (
@@ -213,31 +216,21 @@ class Recorder:
         want = self._wants.get((site.part, site.name))
         tensor = raw
         if isinstance(raw, torch.Tensor) and site.axes is not None:
-            value = f"{self._architecture.family.parts[site.part].host}.{site.name}"
-            tensor = self._laid_out(raw, site, where, value)
+            layout = _own_layout(site.axes) if want is None else want.value.layout
+            tensor = self._laid_out(raw, site.axes, layout, site.part, where)
         if want is not None and tensor is not None and block in self._blocks(want, site.part):
             if site.keep != "first" or self.rows.first:
                 self._hand_over(want, block, tensor)
-        if any(site.name in other.inputs.values() for other in self._computed[site.part]):
+        if (site.part, site.name) in self._ingredients:
             found = self._found[site.part, block]
             found[site.name] = tensor
             self._compute(site.part, block, found, site.name)
 
-    def _laid_out(self, raw: torch.Tensor, site: Site, where: str, key: str) -> torch.Tensor:
-        host = self._architecture.family.parts[site.part].host
-        assert site.axes is not None
-        layout = self._layout(key, site)
-        return to_layout(raw, site.axes, layout, self.rows, lambda dim: self._architecture.size(host, dim), where)
-
-    def _layout(self, key: str, site: Site) -> Sequence[str]:
-        """The value's layout; of an ingredient, its own axes."""
-        want = self._wants.get((site.part, site.name))
-        if want is not None:
-            return want.value.layout
-        assert site.axes is not None
-        names = [name for axis in site.axes for name in axis.split("*")]
-        renamed = {"token": "position", "past": "position"}
-        return [renamed.get(name, name) for name in names if name != "batch"]
+    def _laid_out(
+        self, raw: torch.Tensor, axes: Sequence[str], layout: Sequence[str], part: str, where: str
+    ) -> torch.Tensor:
+        host = self._architecture.family.parts[part].host
+        return to_layout(raw, axes, layout, self.rows, lambda dim: self._architecture.size(host, dim), where)
 
     def _compute(self, part: str, block: int | None, found: dict[str, Any], latest: str) -> None:
         pending = [
@@ -255,19 +248,12 @@ class Recorder:
                 result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients)
                 if isinstance(result, tuple):
                     where = f"{site.name} of block {block}"
-                    host = want.value.host
-                    size = self._architecture.size
-                    tensor = to_layout(
-                        result[0], result[1], want.value.layout, self.rows, lambda dim: size(host, dim), where
-                    )
-                    self._hand_over(want, block, tensor)
+                    self._hand_over(want, block, self._laid_out(result[0], result[1], want.value.layout, part, where))
                 else:
                     for piece in result:
                         self._give(want.value.key, block, piece)
             finally:
                 self._paused = False
-        if all(all(name in found for name in site.inputs.values()) for site in self._computed[part]):
-            found.clear()
 
     def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:
         """Cuts ``[batch, *layout]`` into rows, each narrowed to its own tokens and the positions and heads wanted."""
@@ -303,6 +289,13 @@ class Recorder:
         self.fired.add((key, block))
         self.dtypes.setdefault(key + suffix, str(piece.tensor.dtype).removeprefix("torch."))
         self._sink(key + suffix, block, piece)
+
+
+def _own_layout(axes: Sequence[str]) -> list[str]:
+    """The layout of an ingredient that is no value: its own axes."""
+    renamed = {"token": "position", "past": "position"}
+    names = [renamed.get(name, name) for axis in axes for name in axis.split("*")]
+    return [name for name in names if name != "batch"]
 
 
 def _argument(

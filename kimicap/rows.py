@@ -87,9 +87,9 @@ def to_layout(
         shape.insert(names.index("past"), tensor.shape[list(axes).index("past")])
     tensor = tensor.reshape(shape)
     if "past" in names:
-        axis = names.index("past")
-        tensor = tensor.narrow(axis, tensor.shape[axis] - width, width)
-        names[axis] = "position"
+        place = names.index("past")
+        tensor = tensor.narrow(place, tensor.shape[place] - width, width)
+        names[place] = "position"
     order = ["batch", *layout]
     return tensor if names == order else tensor.permute([names.index(name) for name in order])
 

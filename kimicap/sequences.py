@@ -236,11 +236,7 @@ def form_batches(
     for index in sorted(indices, key=lambda index: (-int(lengths[index]), index)):
         length = int(lengths[index])
         padded = longest * (len(batch) + 1)
-        full = (
-            padded > batch_tokens
-            or len(batch) == batch_size
-            or padded - (real + length) > max_padding * padded
-        )
+        full = padded > batch_tokens or len(batch) == batch_size or padded - (real + length) > max_padding * padded
         if batch and full:
             batches.append(tuple(batch))
             batch, real = [], 0

@@ -72,9 +72,7 @@ def _find(name: str, path: Path) -> Source:
             raise UsageError(f"The file {name!r} is empty.")
         return Source(name=name, kind="file", files=(path,), loader=LOADERS[path.suffix])
     if path.suffix in LOADERS or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise UsageError(
-            f"There is no file or folder {name!r}. Check the path, or name a hub id like 'owner/name'."
-        )
+        raise UsageError(f"There is no file or folder {name!r}. Check the path, or name a hub id like 'owner/name'.")
     return Source(name=name, kind="hub")
 
 
@@ -122,10 +120,7 @@ def explain(source: Source, error: Exception) -> UsageError:
 def _hub_sentence(name: str, error: Exception) -> str:
     text = str(error)
     if "gated" in text:
-        return (
-            f"The dataset {name!r} is gated. Ask for access on its page of the hub, "
-            "and log in with `hf auth login`."
-        )
+        return f"The dataset {name!r} is gated. Ask for access on its page of the hub, and log in with `hf auth login`."
     if isinstance(error, FileNotFoundError):
         return (
             f"No dataset {name!r} was found, neither as a local path nor on the hub. "
@@ -138,9 +133,7 @@ def _hub_sentence(name: str, error: Exception) -> str:
         )
     if "Config name is missing" in text or text.startswith("BuilderConfig"):
         names = re.search(r"\[[^\]]*\]", text)
-        return (
-            f"The dataset {name!r} has several subsets; name one with --subset: {names[0] if names else ''}."
-        )
+        return f"The dataset {name!r} has several subsets; name one with --subset: {names[0] if names else ''}."
     if text.startswith(("Unknown split", "Bad split")):
         return f"The dataset {name!r} has no such split: {text.partition(chr(10))[0].rstrip('.')}."
     if "scripts are no longer supported" in text:

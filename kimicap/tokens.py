@@ -22,9 +22,7 @@ class Tokenizer(Protocol):
     def __call__(self, text: list[str], /, *, truncation: bool, max_length: int | None) -> Mapping[str, Any]:
         """Under ``input_ids``, one list of token ids a text."""
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], /, *, tokenize: bool, return_dict: bool
-    ) -> Any:
+    def apply_chat_template(self, conversation: list[dict[str, Any]], /, *, tokenize: bool, return_dict: bool) -> Any:
         """The token ids of one conversation."""
 
 
@@ -72,15 +70,11 @@ class Column:
     def value(self, row: Mapping[str, Any], number: int) -> Any:
         """The column's value in row ``number``, which may come from another file than the first row."""
         if self.name not in row:
-            raise UsageError(
-                f"Row {number} has no column {self.name!r}, which earlier rows have. Mend its file."
-            )
+            raise UsageError(f"Row {number} has no column {self.name!r}, which earlier rows have. Mend its file.")
         return row[self.name]
 
 
-def choose_column(
-    names: list[str], *, text: str | None, messages: str | None, input_ids: str | None
-) -> Column:
+def choose_column(names: list[str], *, text: str | None, messages: str | None, input_ids: str | None) -> Column:
     """The column that was asked for, or ``text``.
 
     Args:
@@ -134,9 +128,7 @@ def encode(
     if column.kind == "text":
         lists = tokenizer(chosen, truncation=False, max_length=None)["input_ids"] if chosen else []
     elif column.kind == "messages":
-        lists = [
-            _chat(value, first_row + offset, tokenizer) for value, offset in zip(chosen, full, strict=True)
-        ]
+        lists = [_chat(value, first_row + offset, tokenizer) for value, offset in zip(chosen, full, strict=True)]
     else:
         lists = chosen
     encoded: list[Ids] = [np.empty(0, dtype=np.int32)] * len(values)
@@ -160,8 +152,7 @@ def _check_text(value: Any, where: str) -> None:
 
 def _check_messages(value: Any, where: str) -> None:
     good = isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-        for message in value
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
     )
     if not good:
         raise UsageError(
@@ -204,8 +195,7 @@ def _check_range(ids: Sequence[int], row: int, vocab_size: int | None) -> None:
 def _chat(messages: list[dict[str, Any]], row: int, tokenizer: Tokenizer) -> Any:
     # Arrow gives every message the keys of all; templates ask whether a key is there, so None goes again.
     conversation = [
-        {key: item for key, item in message.items() if item is not None or key == "content"}
-        for message in messages
+        {key: item for key, item in message.items() if item is not None or key == "content"} for message in messages
     ]
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)
@@ -216,8 +206,7 @@ def _chat(messages: list[dict[str, Any]], row: int, tokenizer: Tokenizer) -> Any
                 "Name a tokenizer that has one with --tokenizer, or read texts with --text-column."
             ) from error
         raise UsageError(
-            f"The tokenizer's chat template refuses the messages of row {row}: {error}. "
-            "Mend or leave out that row."
+            f"The tokenizer's chat template refuses the messages of row {row}: {error}. Mend or leave out that row."
         ) from error
 
 
