@@ -70,6 +70,15 @@ class Recorder:
                 self._attach(stack, part, block)
             yield self
 
+    @contextmanager
+    def paused(self, paused: bool = True) -> Iterator[None]:
+        """Forwards inside pass unread (or, with False, are read as ever)."""
+        before, self._paused = self._paused, paused or self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def missing(self) -> list[tuple[str, int | None]]:
         """Wanted values and blocks that have not fired, but for those that may be absent."""
         expected = {
@@ -243,8 +252,7 @@ class Recorder:
         for site in pending:
             want = self._wants[part, site.name]
             ingredients = {key: found[name] for key, name in site.inputs.items()}
-            self._paused = True
-            try:
+            with self.paused():
                 result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients)
                 if isinstance(result, tuple):
                     where = f"{site.name} of block {block}"
@@ -252,8 +260,7 @@ class Recorder:
                 else:
                     for piece in result:
                         self._give(want.value.key, block, piece)
-            finally:
-                self._paused = False
+            self.fired.add((want.value.key, block))
 
     def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:
         """Cuts ``[batch, *layout]`` into rows, each narrowed to its own tokens and the positions and heads wanted."""

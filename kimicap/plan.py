@@ -1,7 +1,7 @@
 """What a run will write, before anything runs: arrays, bytes, files, memory. Pure arithmetic."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import numpy as np
@@ -58,6 +58,17 @@ class CapturePlan:
             for array in self.arrays
         )
 
+    def with_source_dtypes(self, dtypes: Mapping[str, str]) -> "CapturePlan":
+        """The plan with the dtypes in which the model was seen to have its values."""
+
+        def seen(value: ValuePlan) -> ValuePlan:
+            attributes = {**value.array.attributes}
+            if value.key in dtypes:
+                attributes["source_dtype"] = dtypes[value.key]
+            return replace(value, array=replace(value.array, attributes=attributes))
+
+        return replace(self, values=tuple(seen(value) for value in self.values))
+
     def block(self, number: int) -> range:
         """Sequence numbers of a block."""
         first = number * self.block_sequences
@@ -70,6 +81,7 @@ def plan_capture(
     lengths: np.ndarray,
     *,
     generate: int = 0,
+    decodes: bool = False,
     packed: bool = False,
     block_sequences: int | None = None,
     together: int = 8,
@@ -82,7 +94,8 @@ def plan_capture(
         architecture: The model's sizes.
         wants: The values asked for.
         lengths: int32 ``[sequence]``, tokens of each prompt.
-        generate: Tokens decoded after each prompt.
+        generate: Tokens decoded after each prompt, beyond those given.
+        decodes: Whether tokens are decoded at all, given ones or new ones.
         packed: Whether the sequences are packed windows.
         block_sequences: Sequences of a block, or None to choose.
         together: Sequences of full length that one forward takes.
@@ -107,7 +120,7 @@ def plan_capture(
     values = tuple(plan for want in wants for plan in value_plans(scope, want, axes[want.value.host]))
     return CapturePlan(
         values=values,
-        frame=frame_arrays(values, scope, generate=generate, packed=packed),
+        frame=frame_arrays(values, scope, decodes=decodes, packed=packed),
         coordinates=coordinates(values, longest),
         lengths=totals,
         longest_tokens=longest,

@@ -78,6 +78,7 @@ class Request:
         layers: Blocks as written after ``@layers:``, or None for those of ``--layers``.
         heads: Heads as written after ``@heads:``, or None for those of ``--heads``.
         top: N of ``@top:N``, or None.
+        dotted: Whether the name said which host is meant.
     """
 
     value: Value
@@ -85,6 +86,7 @@ class Request:
     layers: str | None = None
     heads: str | None = None
     top: int | None = None
+    dotted: bool = True
 
 
 def parse_values(text: Iterable[str], schema: Schema) -> list[Request]:
@@ -97,7 +99,7 @@ def parse_values(text: Iterable[str], schema: Schema) -> list[Request]:
     for item in _items(text):
         name, *selections = item.split("@")
         for value in _named(name, schema):
-            request = Request(value=value, positions=_default(value))
+            request = Request(value=value, positions=_default(value), dotted=name != value.name)
             for selection in selections:
                 request = _narrow(request, selection, item)
             requests.append(request)

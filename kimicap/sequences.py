@@ -224,7 +224,8 @@ def form_batches(
         indices: The sequences to group, each once.
         batch_tokens: Most tokens of a batch, its padding counted. A longer sequence is a batch of its own.
         batch_size: Most sequences of a batch; None for any number.
-        max_padding: Most of a batch's tokens, as a fraction, that may be padding.
+        max_padding: Most of a batch's tokens, as a fraction, that may be padding; a batch of up to an eighth of
+            ``batch_tokens`` takes more, since so small a forward costs the same whatever is in it.
 
     Returns:
         Batches of sequence numbers; each of ``indices`` is in exactly one. The order in which
@@ -236,7 +237,8 @@ def form_batches(
     for index in sorted(indices, key=lambda index: (-int(lengths[index]), index)):
         length = int(lengths[index])
         padded = longest * (len(batch) + 1)
-        full = padded > batch_tokens or len(batch) == batch_size or padded - (real + length) > max_padding * padded
+        wasteful = padded > batch_tokens // 8 and padded - (real + length) > max_padding * padded
+        full = padded > batch_tokens or len(batch) == batch_size or wasteful
         if batch and full:
             batches.append(tuple(batch))
             batch, real = [], 0

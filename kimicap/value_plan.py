@@ -186,7 +186,7 @@ def _stored_dtype(dtype: str, scope: Scope) -> str:
     return "float16" if scope.store_dtype == "float16" else "float32"
 
 
-def frame_arrays(values: Sequence[ValuePlan], scope: Scope, *, generate: int, packed: bool) -> tuple[ArrayLayout, ...]:
+def frame_arrays(values: Sequence[ValuePlan], scope: Scope, *, decodes: bool, packed: bool) -> tuple[ArrayLayout, ...]:
     """The arrays that every capture has, and ``<value>_at`` of each selection of positions."""
     count, longest, block = scope.count, scope.longest_tokens, scope.block
     per_token = [
@@ -196,7 +196,7 @@ def frame_arrays(values: Sequence[ValuePlan], scope: Scope, *, generate: int, pa
     ]
     if packed:
         per_token.append(("document", "int32", "Dataset row that each token of a packed window came from."))
-    if generate:
+    if decodes:
         per_token.append(("generated", "bool", "True at decoded tokens."))
     per_sequence = [
         ("length", "int32", "Tokens of the sequence."),

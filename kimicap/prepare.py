@@ -1,0 +1,166 @@
+"""Everything about a run that is known before weights are loaded: schema, architecture, sequences, plan."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kimicap import batches
+from kimicap.architecture import Architecture, Want, resolve
+from kimicap.config import Settings
+from kimicap.errors import RoomError, UsageError
+from kimicap.models import architecture_of, load_tokenizer
+from kimicap.plan import CapturePlan, forward_group, plan_capture
+from kimicap.schema import Schema, load_schema
+from kimicap.selection import parse_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that is known before the model's weights are loaded."""
+
+    settings: Settings
+    schema: Schema
+    architecture: Architecture
+    wants: Sequence[Want]
+    sequences: batches.Sequences
+    plan: CapturePlan
+    group: int
+    may_split: bool
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether a value wants the language-model head, which is left out otherwise."""
+        head = self.architecture.family.head
+        return any(want.value.host == "model" and want.value.name in head for want in self.wants)
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Reads schema, config and dataset, and plans the capture; loads no weights.
+
+    Raises:
+        KimicapError: Something about the settings is wrong.
+    """
+    schema = load_schema(settings.schema_file)
+    requests = parse_values(settings.values, schema)
+    architecture = architecture_of(settings, schema)
+    requests = [request for request in requests if _is_meant(request, requests, architecture)]
+    wants = resolve(architecture, requests, layers=settings.layers, heads=settings.heads)
+    _check(settings, wants)
+    sequences = batches.read_sequences(
+        _data_settings(settings), load_tokenizer(settings), vocab_size=architecture.size("model", "vocab")
+    )
+    if settings.forced and int(sequences.lengths.min()) <= settings.generate:
+        short = int(np.argmin(sequences.lengths))
+        raise UsageError(
+            f"Row {sequences.rows[short]} has {sequences.lengths[short]} tokens, but --forced decodes the last "
+            f"{settings.generate} of each row and needs a prompt before them; give longer rows or a smaller --generate."
+        )
+    longest = int(sequences.lengths.max()) + (0 if settings.forced else settings.generate)
+    plan = plan_capture(
+        architecture,
+        wants,
+        sequences.lengths,
+        generate=0 if settings.forced else settings.generate,
+        decodes=settings.generate > 0,
+        packed=settings.pack,
+        block_sequences=settings.block_sequences,
+        together=max(1, settings.batch_tokens // longest),
+        store_dtype=settings.store_dtype,
+        model_dtype=_model_dtype(settings, architecture),
+    )
+    group, may_split = forward_group(
+        plan,
+        batch_tokens=settings.batch_tokens,
+        batch_size=settings.batch_size,
+        memory=settings.memory,
+        whole=settings.generate > 0 or settings.split_long == "continue",
+    )
+    return Prepared(
+        settings=settings,
+        schema=schema,
+        architecture=architecture,
+        wants=wants,
+        sequences=sequences,
+        plan=plan,
+        group=group,
+        may_split=may_split,
+    )
+
+
+def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:
+    """Refuses a capture that the disk does not hold.
+
+    Raises:
+        RoomError: It does not fit.
+    """
+    plan = prepared.plan
+    needed = int(plan.disk_bytes * (1 - blocks_done / plan.blocks))
+    free = free_bytes(prepared.settings.out)
+    if needed > free:
+        raise RoomError(
+            f"The capture needs about {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free where "
+            f"{prepared.settings.out} would lie; choose another --out, or fewer values, layers, positions or sequences."
+        )
+
+
+def free_bytes(out: str) -> int:
+    """Free bytes of the disk on which ``out`` lies or would lie."""
+    folder = Path(out).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _is_meant(request: Any, requests: Sequence[Any], architecture: Architecture) -> bool:
+    """Whether a request stays: a bare name means those of its hosts that the model has, if any."""
+    if architecture.why_missing(request.value) is None:
+        return True
+    return not any(
+        other.value.name == request.value.name and architecture.why_missing(other.value) is None
+        for other in requests
+        if not request.dotted
+    )
+
+
+def _check(settings: Settings, wants: Sequence[Want]) -> None:
+    """Settings that exclude each other.
+
+    Raises:
+        UsageError: Some do.
+    """
+    if settings.forced and not settings.generate:
+        raise UsageError("--forced decodes given tokens; say how many with --generate.")
+    if settings.generate and settings.split_long == "continue":
+        raise UsageError("--generate does not go with --split-long continue; decode from whole rows.")
+    scored = [want.value.key for want in wants if "key" in want.value.layout]
+    if settings.split_long == "continue" and scored:
+        raise UsageError(
+            f"{scored[0]} reaches back over the cut of --split-long continue; use --split-long fresh, or leave it out."
+        )
+
+
+def _data_settings(settings: Settings) -> batches.DataSettings:
+    return batches.DataSettings(
+        dataset=settings.dataset,
+        split=settings.split,
+        subset=settings.subset,
+        streaming=settings.streaming,
+        text_column=settings.text_column,
+        messages_column=settings.messages_column,
+        input_ids_column=settings.input_ids_column,
+        seq_len=settings.seq_len,
+        split_long=settings.split_long is not None,
+        pack=settings.pack,
+        limit=settings.limit,
+    )
+
+
+def _model_dtype(settings: Settings, architecture: Architecture) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    named = architecture.config.get("dtype") or architecture.config.get("torch_dtype") or "float32"
+    return str(named).removeprefix("torch.")

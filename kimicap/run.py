@@ -1,0 +1,146 @@
+"""One run from a plan to a sealed capture: create or resume, load, loop, seal."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kimicap import records, store
+from kimicap._version import __version__
+from kimicap.cluster import Rank, find_rank, wait_for
+from kimicap.config import Settings, digest
+from kimicap.errors import MismatchError, UsageError
+from kimicap.models import load_model, versions
+from kimicap.prepare import Prepared, check_room
+
+if TYPE_CHECKING:
+    from kimicap.pipeline import Event
+
+
+def run(
+    prepared: Prepared, *, resume: bool = False, overwrite: bool = False, rank: Rank | None = None
+) -> "Iterator[Event]":
+    """Captures what was prepared, yielding the loop's events; the capture is sealed when all blocks are there.
+
+    Raises:
+        KimicapError: See its classes; all committed blocks are kept.
+    """
+    rank = rank or find_rank()
+    if rank.world > 1 and overwrite:
+        raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
+    plan, settings = prepared.plan, prepared.settings
+    existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
+    if existing is not None and existing.complete:
+        return
+    check_room(prepared, blocks_done=0 if existing is None else len(existing.committed()))
+    todo = rank.blocks(plan.blocks, {} if existing is None else existing.committed())
+    from kimicap.session import Session
+
+    session = Session(prepared, load_model(_on_rank(settings, rank), prepared.architecture)) if todo else None
+    kernels, dtypes = session.probe() if session else ({}, {})
+    opened = existing or _create(prepared, kernels, dtypes, overwrite=overwrite, rank=rank)
+    if session is not None:
+        yield from session.capture(opened, todo, rank=rank)
+    if len(opened.committed()) == plan.blocks:
+        opened.seal(plan.blocks, {})
+
+
+def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
+    """The capture to go on with; None where one is to be created."""
+    out = Path(prepared.settings.out)
+    if overwrite or not records.is_capture(out):
+        if resume and rank.rank == 0:
+            raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
+        return None
+    if not resume:
+        if rank.rank:
+            return None  # rank 0 tells, or has just created it
+        raise UsageError(f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite.")
+    opened = store.resume(out)
+    _compare(prepared, opened)
+    return opened
+
+
+def _create(
+    prepared: Prepared, kernels: Mapping[str, str], dtypes: Mapping[str, str], *, overwrite: bool, rank: Rank
+) -> store.Store:
+    out = Path(prepared.settings.out)
+    if rank.rank:
+        wait_for(lambda: records.is_capture(out), what=f"rank 0 to create {out}")
+        opened = store.resume(out)
+        _compare(prepared, opened)
+        return opened
+    plan = prepared.plan.with_source_dtypes(dtypes)
+    return store.create(
+        out,
+        plan.arrays,
+        plan.coordinates,
+        attributes=_attributes(prepared, kernels),
+        record=_record(prepared),
+        codec=prepared.settings.codec,
+        overwrite=overwrite,
+    )
+
+
+def _record(prepared: Prepared) -> dict[str, Any]:
+    data = prepared.settings.data()
+    return {
+        "blocks": prepared.plan.blocks,
+        "block_sequences": prepared.plan.block_sequences,
+        "sequences": len(prepared.plan.lengths),
+        "settings": data,
+        "settings_digest": digest(data),
+        "tokens_digest": prepared.sequences.digest,
+    }
+
+
+def _compare(prepared: Prepared, opened: store.Store) -> None:
+    """Refuses to go on with other data than the capture was begun with.
+
+    Raises:
+        MismatchError: Something differs; all of it is listed.
+    """
+    ours, theirs = _record(prepared), opened.record
+    mine, its = ours["settings"], theirs.get("settings", {})
+    differ = [
+        f"{name} is {mine.get(name)!r}, was {its.get(name)!r}"
+        for name in sorted({*mine, *its})
+        if mine.get(name) != its.get(name)
+    ]
+    if not differ and ours["tokens_digest"] != theirs.get("tokens_digest"):
+        differ = ["the dataset or tokenizer gives other tokens than it did"]
+    if not differ and ours != theirs:
+        differ = [
+            f"{name} is {ours[name]!r}, was {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
+        ]
+    if differ:
+        raise MismatchError(
+            f"{opened.path} was begun with other settings: {'; '.join(differ)}. Resume with the same ones, or begin "
+            "another capture."
+        )
+
+
+def _attributes(prepared: Prepared, kernels: Mapping[str, str]) -> dict[str, Any]:
+    settings, sequences = prepared.settings, prepared.sequences
+    return {
+        "kimicap_version": __version__,
+        "model": settings.model,
+        "revision": settings.revision,
+        "random_weights": settings.random_weights,
+        "family": prepared.architecture.family.name,
+        "model_config": dict(prepared.architecture.config),
+        "dataset": settings.dataset,
+        "empty_rows": sequences.empty_rows,
+        "cut_rows": sequences.cut_rows,
+        "versions": versions(),
+        "kernels": dict(kernels),
+        "settings": settings.data(),
+    }
+
+
+def _on_rank(settings: Settings, rank: Rank) -> Settings:
+    """The settings with the device of this rank, where none is named and there are several GPUs."""
+    import torch
+
+    if settings.device is not None or rank.world == 1 or not torch.cuda.is_available():
+        return settings
+    return settings.model_copy(update={"device": f"cuda:{rank.local % torch.cuda.device_count()}"})

@@ -1,0 +1,125 @@
+"""A loaded model with its hooks: a probe before anything is written, then the capture of some blocks."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kimicap.cluster import Rank
+from kimicap.computed import Piece
+from kimicap.errors import UsageError
+from kimicap.forwards import Decoding, Runner
+from kimicap.hooks import Recorder
+from kimicap.pipeline import Event, Loop, Work
+from kimicap.prepare import Prepared
+from kimicap.slots import Slots
+from kimicap.store import Store
+
+PROBE_TOKENS = 4
+
+
+@contextmanager
+def signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call ``stop`` inside; a second one acts as it would without."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(number, before[signal.Signals(number)])
+        stop()
+
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Session:
+    """One model and what is wanted of it."""
+
+    def __init__(self, prepared: Prepared, model: torch.nn.Module) -> None:
+        self._prepared, self._model = prepared, model
+
+    def probe(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """A few tokens through the hooks, so that a site that does not fit fails before anything is written.
+
+        Returns:
+            The functions that ran at each call site, and the dtype in which the model had each value.
+
+        Raises:
+            UsageError: A site does not fit the model.
+        """
+        seen: set[str] = set()
+
+        def sink(key: str, block: int | None, piece: Piece) -> None:
+            seen.add(key)
+
+        recorder = Recorder(self._model, self._prepared.architecture, self._prepared.wants, sink)
+        runner = self._runner(recorder)
+        with recorder.attached():
+            runner.prompts([self._prepared.sequences.tokens(0)[:PROBE_TOKENS]])
+        missing = recorder.missing()
+        if missing:
+            key, block = missing[0]
+            where = "" if block is None else f" of block {block}"
+            raise UsageError(
+                f"{key}{where} did not appear in a forward, though the schema has a site for it; "
+                "the schema does not fit this model."
+            )
+        return recorder.kernels, recorder.dtypes
+
+    def capture(self, store: Store, blocks: Sequence[int], *, rank: Rank) -> Iterator[Event]:
+        """Captures blocks into a store.
+
+        Raises:
+            KimicapError: See `Loop.run`.
+        """
+        prepared, settings = self._prepared, self._prepared.settings
+        on_gpu = any(parameter.device.type == "cuda" for parameter in self._model.parameters())
+        loop = Loop(
+            plan=prepared.plan,
+            store=store,
+            sequences=prepared.sequences,
+            work=Work(
+                group=prepared.group,
+                may_split=prepared.may_split,
+                batch_tokens=settings.batch_tokens,
+                batch_size=settings.batch_size,
+                rank=rank.rank,
+            ),
+            slots=Slots(settings.memory, pinned=on_gpu),
+            decoding=self._decoding(),
+            continued=settings.split_long == "continue",
+        )
+        recorder = Recorder(self._model, prepared.architecture, prepared.wants, loop.sink)
+        with signals(loop.stop):
+            yield from loop.run(self._runner(recorder), recorder, blocks)
+
+    def _runner(self, recorder: Recorder) -> Runner:
+        return Runner(self._model, self._prepared.architecture, recorder, head=self._prepared.needs_head)
+
+    def _decoding(self) -> Decoding | None:
+        settings = self._prepared.settings
+        if not settings.generate:
+            return None
+        return Decoding(
+            tokens=settings.generate,
+            forced=settings.forced,
+            temperature=settings.temperature,
+            seed=settings.seed,
+            stop=_stop_tokens(self._model),
+        )
+
+
+def _stop_tokens(model: Any) -> tuple[int, ...]:
+    """Token ids that end a sequence, by the model's generation config."""
+    found = model.generation_config.eos_token_id
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
