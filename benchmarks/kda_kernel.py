@@ -73,9 +73,7 @@ def main() -> None:
     given = factors(flags.rows, flags.tokens, flags.heads, flags.channels)
     at = list(range(flags.every - 1, flags.tokens, flags.every))
     size = {"rows": flags.rows, "tokens": flags.tokens, "heads": flags.heads, "channels": flags.channels}
-    for block_v, warps, stages, registers in itertools.product(
-        (8, 16, 32, 64), (1, 2, 4), (1, 3), (None, 128)
-    ):
+    for block_v, warps, stages, registers in itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 3), (None, 128)):
         if block_v // warps > 32:
             continue  # the state alone would fill the register file; the compiler spills it
         tile = Tile(block_v=block_v, num_warps=warps, num_stages=stages, max_registers=registers)
@@ -86,9 +84,7 @@ def main() -> None:
             "max_registers": registers,
         }
         for channels in (64, 128):
-            print(
-                json.dumps({"what": "check", "channels": channels} | line | check(tile, channels)), flush=True
-            )
+            print(json.dumps({"what": "check", "channels": channels} | line | check(tile, channels)), flush=True)
         timing = time_ms(given, at, tile, flags.runs)
         print(json.dumps({"what": "time", "states": len(at)} | size | line | timing), flush=True)
 

@@ -41,9 +41,7 @@ def assert_close(
     _assert_equal(found[~finite].nan_to_num(nan=7.0), expected[~finite].nan_to_num(nan=7.0), where)
     if not found[finite].isfinite().all():
         count = int((~found[finite].isfinite()).sum())
-        raise AssertionError(
-            f"{where}: {count} of {found.numel()} elements are NaN or infinite, expected finite."
-        )
+        raise AssertionError(f"{where}: {count} of {found.numel()} elements are NaN or infinite, expected finite.")
     frobenius, largest = relative_errors(found[finite], expected[finite])
     rel_max = 10 * rel if rel_max is None else rel_max
     if frobenius > rel or largest > rel_max:
@@ -66,9 +64,7 @@ def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float,
     return difference.norm().item() / (norm or 1.0), difference.abs().max().item() / (peak or 1.0)
 
 
-def same_experts(
-    found_indices: Any, expected_logits: Any, bias: Any, k: int, tolerance: float = 1e-5
-) -> bool:
+def same_experts(found_indices: Any, expected_logits: Any, bias: Any, k: int, tolerance: float = 1e-5) -> bool:
     """Whether ``found_indices`` are each token's top ``k`` experts, in any order of the slots.
 
     An expert may stand in for another whose score (sigmoid of the logit plus the bias) is less than

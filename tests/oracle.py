@@ -154,9 +154,7 @@ def delta_rule(
     decay, beta = decays_THK.double().exp(), betas_TH.double()
     q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() / math.sqrt(q.shape[-1])
     k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    state = (
-        torch.zeros(k.shape[1], k.shape[2], v.shape[2]).double() if state_HKV is None else state_HKV.double()
-    )
+    state = torch.zeros(k.shape[1], k.shape[2], v.shape[2]).double() if state_HKV is None else state_HKV.double()
     states, read = [], []
     for t in range(len(k)):
         state = decay[t][:, :, None] * state

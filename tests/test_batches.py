@@ -21,9 +21,7 @@ TEXTS = ["the first row", "", "zwei 🙂", None, "x", "NA", "007", "a longer row
 
 
 # datasets 4.0 leaves a CSV file that it has read to the garbage collector.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -228,8 +226,7 @@ def test_a_stream_takes_no_more_rows_than_the_limit(monkeypatch):
         ),
         (
             RuntimeError("Dataset scripts are no longer supported, but found name.py"),
-            "The dataset 'owner/name' is a script, which is never run. "
-            "Name a copy of it in parquet or jsonl.",
+            "The dataset 'owner/name' is a script, which is never run. Name a copy of it in parquet or jsonl.",
         ),
         (OSError("secret"), "The dataset 'owner/name' could not be read from the hub (OSError)."),
     ],
@@ -259,12 +256,8 @@ def chat_tokenizer():
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[BOS] $A", special_tokens=[("[BOS]", 1)]
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="[UNK]", bos_token="[BOS]"
-    )
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", bos_token="[BOS]")
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'odd' %}"
         "{{ raise_exception('no odd') }}{% endif %}"
@@ -368,9 +361,7 @@ def test_settings_that_contradict():
         "--pack already goes on with long rows in the next window; leave out --split-long."
     )
     assert fails(dataset="x.jsonl", pack=True) == "--pack needs --seq-len, the tokens of a full sequence."
-    assert (
-        fails(dataset="x", split_long=True) == "--split-long needs --seq-len, the tokens of a full sequence."
-    )
+    assert fails(dataset="x", split_long=True) == "--split-long needs --seq-len, the tokens of a full sequence."
 
 
 def test_files_that_cannot_be_read():
@@ -386,8 +377,7 @@ def test_files_that_cannot_be_read():
     )
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": oops}\n')
     assert fails(dataset="bad.jsonl") == (
-        "Line 2 of 'bad.jsonl' is not JSON: Expecting value: line 1 column 10 (char 9). "
-        "Mend or leave out that line."
+        "Line 2 of 'bad.jsonl' is not JSON: Expecting value: line 1 column 10 (char 9). Mend or leave out that line."
     )
     Path("list.jsonl").write_text('{"text": "a"}\n[1]\n')
     assert "Line 2 of 'list.jsonl' is not a JSON object." in fails(dataset="list.jsonl")
@@ -395,13 +385,9 @@ def test_files_that_cannot_be_read():
         Path(name).write_bytes(b"\xff\xfe\x00")
         assert fails(dataset=name).startswith(f"The file '{name}' could not be read as a dataset: ")
     Path("header.csv").write_text("text\n")
-    assert fails(dataset="header.csv") == (
-        "The dataset 'header.csv' holds no rows. Name another dataset or --split."
-    )
+    assert fails(dataset="header.csv") == ("The dataset 'header.csv' holds no rows. Name another dataset or --split.")
     path = write_jsonl("blank.jsonl", [{"text": ""}] * 3)
-    assert fails(dataset=path) == (
-        "All 3 rows of the dataset 'blank.jsonl' are empty. Name another column or dataset."
-    )
+    assert fails(dataset=path) == ("All 3 rows of the dataset 'blank.jsonl' are empty. Name another column or dataset.")
     assert fails(dataset="") == "--dataset is empty. Name a file, a folder or a hub id."
     assert "could not be looked at: File name too long." in fails(dataset="x" * 300)
     assert "names a file format, not a dataset" in fails(dataset="json")
@@ -460,9 +446,7 @@ def test_a_full_disk_is_a_sentence(monkeypatch):
     writer._file.close()
     writer._file = open("/dev/full", "wb")
     ids = np.zeros(1 << 16, dtype=np.int32)
-    with pytest.raises(
-        RoomError, match=r"No room for the dataset's tokens \(262144 bytes so far\) in .*TMPDIR"
-    ):
+    with pytest.raises(RoomError, match=r"No room for the dataset's tokens \(262144 bytes so far\) in .*TMPDIR"):
         writer.add(0, ids)
     writer.close()
 

@@ -12,9 +12,7 @@ def test_one_wrong_element_among_many_is_seen_where_the_norm_is_blind():
     expected = torch.ones(1000, 1000)
     found = expected.clone()
     found[5, 7] += 0.5
-    with pytest.raises(
-        AssertionError, match=r"decays of block 3: .* worst at \[5, 7\]: found 1.5, expected 1"
-    ):
+    with pytest.raises(AssertionError, match=r"decays of block 3: .* worst at \[5, 7\]: found 1.5, expected 1"):
         assert_close(found, expected, rel=1e-2, name="decays", layer=3)
 
 

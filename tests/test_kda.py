@@ -15,9 +15,7 @@ from kimicap.errors import UsageError
 torch.set_num_threads(1)
 
 
-def factors(
-    rows, tokens, heads, channels, width, *, decay=(-1.0, 0.0), beta=(0.0, 1.0), seed=0, dtype=torch.float32
-):
+def factors(rows, tokens, heads, channels, width, *, decay=(-1.0, 0.0), beta=(0.0, 1.0), seed=0, dtype=torch.float32):
     rng = torch.Generator().manual_seed(seed)
     keys = torch.randn(rows, tokens, heads, channels, generator=rng).to(dtype)
     values = torch.randn(rows, tokens, heads, width, generator=rng).to(dtype)
@@ -163,9 +161,7 @@ def test_a_nan_among_real_tokens_spoils_nothing_before_it():
     keys, values, decays, betas = factors(2, 20, 2, 8, 8)
     expected = oracle(keys, values, decays, betas)
     values[1, 9, 0, 3] = torch.nan
-    states, final = kda.states_at(
-        keys, values, decays, betas, at=[2, 8, 9, 19], lengths=torch.tensor([12, 20])
-    )
+    states, final = kda.states_at(keys, values, decays, betas, at=[2, 8, 9, 19], lengths=torch.tensor([12, 20]))
     assert error(states[1, :2], expected[1, [2, 8]]) < 1e-5
     assert error(states[0, :3], expected[0, [2, 8, 9]]) < 1e-5
     assert states[0, 3].isnan().all()
@@ -242,9 +238,7 @@ def test_log_decay():
 
 def test_texts_of_errors():
     keys, values, decays, betas = factors(2, 5, 3, 4, 6)
-    with pytest.raises(
-        UsageError, match=r"^State position -1 was asked for; positions count from 0: ask for 0"
-    ):
+    with pytest.raises(UsageError, match=r"^State position -1 was asked for; positions count from 0: ask for 0"):
         kda.states_at(keys, values, decays, betas, at=[2, -1])
     with pytest.raises(UsageError, match=r"^chunk is 0; it is a number of tokens, so give 1 or more\.$"):
         kda.states_at(keys, values, decays, betas, at=[2], chunk=0)
@@ -256,23 +250,17 @@ def test_texts_of_errors():
     )
     with pytest.raises(UsageError, match=r"expected \[row, position, head, channel\] for both\.$"):
         kda.states_at(keys[0], values, decays, betas, at=[2])
-    with pytest.raises(
-        UsageError, match=r"^Tokens 4 to 9 were asked for, but there are 5; choose start and stop"
-    ):
+    with pytest.raises(UsageError, match=r"^Tokens 4 to 9 were asked for, but there are 5; choose start and stop"):
         kda.replay(keys, values, decays, betas, start=4, stop=9)
     with pytest.raises(UsageError, match=r"^queries have shape .*, expected the keys' \[2, 5, 3, 4\]\.$"):
         kda.replay(keys, values, decays, betas, queries=values)
     with pytest.raises(UsageError, match=r"^starts have shape \[1\], expected one number a row, \[2\]\.$"):
         kda.align_rows(keys, torch.tensor([0]), torch.tensor([1, 1]))
-    with pytest.raises(
-        UsageError, match=r"^Row 1 is said to have 4 real tokens from position 2, but it holds 5;"
-    ):
+    with pytest.raises(UsageError, match=r"^Row 1 is said to have 4 real tokens from position 2, but it holds 5;"):
         kda.align_rows(keys, torch.tensor([0, 2]), torch.tensor([5, 4]))
     with pytest.raises(UsageError, match=r"^A_log holds 2 elements, expected one for each of the 3 heads\.$"):
         kda.log_decay(keys, torch.zeros(2), torch.zeros(12), None)
-    with pytest.raises(
-        UsageError, match=r"^dt_bias holds 13 elements, expected 3 heads x 4 channels = 12\.$"
-    ):
+    with pytest.raises(UsageError, match=r"^dt_bias holds 13 elements, expected 3 heads x 4 channels = 12\.$"):
         kda.log_decay(keys, torch.zeros(3), torch.zeros(13), None)
 
 

@@ -6,9 +6,7 @@ import torch
 from kimicap import kda, kda_triton
 from kimicap.errors import UsageError
 
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="the Triton kernel runs on CUDA, none here"
-)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernel runs on CUDA, none here")
 
 
 def factors(rows, tokens, heads, channels, width, *, low=-2.0, dtype=torch.float32):
@@ -84,9 +82,7 @@ def test_pads_and_strides():
 def test_without_triton_it_says_so(monkeypatch):
     monkeypatch.setattr(kda_triton, "_kernel", None)
     one = torch.ones(1, 1, 1, 4)
-    with pytest.raises(
-        UsageError, match=r"^States of tensors on CUDA need the package triton, which is missing"
-    ):
+    with pytest.raises(UsageError, match=r"^States of tensors on CUDA need the package triton, which is missing"):
         kda_triton.states_on_cuda(one, one, one, one[..., 0], [0], None, None)
 
 

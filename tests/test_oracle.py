@@ -93,9 +93,7 @@ def test_states_are_those_of_the_models_cache_at_any_length(length):
         assert_close(found, state, rel=REL, name="state_output", layer=layer)
 
 
-@pytest.mark.parametrize(
-    "part", ["embed_tokens", "k_proj", "q_proj", "kv_a_proj_with_mqa", "q_a_proj", "v_proj"]
-)
+@pytest.mark.parametrize("part", ["embed_tokens", "k_proj", "q_proj", "kv_a_proj_with_mqa", "q_a_proj", "v_proj"])
 def test_the_small_number_under_each_root_is_the_models(part):
     """At order one the epsilons are below the tolerance; here what is normed is as small as they are."""
     model, ids = tiny_model(q_lora_rank=24), token_ids(9)

@@ -26,8 +26,7 @@ def test_split_rows(rows, seq_len, limit):
         for start in range(0, len(ids), seq_len)
     ][:limit]
     found = [
-        (int(sequences.rows[i]), sequences.continues(i), sequences.tokens(i).tolist())
-        for i in range(len(sequences))
+        (int(sequences.rows[i]), sequences.continues(i), sequences.tokens(i).tolist()) for i in range(len(sequences))
     ]
     assert found == expected
     assert sequences.lengths.tolist() == [len(ids) for *_, ids in expected]

@@ -11,7 +11,6 @@ import threading
 import warnings
 from pathlib import Path
 
-import captures
 import numpy as np
 import pytest
 import xarray
@@ -20,6 +19,7 @@ import zarr
 from kimicap import arrays, records, store
 from kimicap.errors import KimicapError, MismatchError, RoomError, UsageError
 from kimicap.layout import ArrayLayout
+from tests import captures
 
 
 def one_array(path, dtype="float32", shape=(3, 4, 5), chunk=(1, 1, 5), shard=(2, 2, 10), codec="lz4"):
@@ -55,15 +55,11 @@ def test_a_finished_capture_reads_back_bit_for_bit(tmp_path):
     assert group.attrs["model"] == "tiny"
     for name, whole in captures.contents().items():
         np.testing.assert_array_equal(group[name][...], whole)
-        assert group[name].metadata.dimension_names == next(
-            x.dims for x in captures.layouts() if x.path == name
-        )
+        assert group[name].metadata.dimension_names == next(x.dims for x in captures.layouts() if x.path == name)
     record = json.loads((tmp_path / "c.zarr/.kimicap/blocks/00000002.json").read_text())
     assert record["block"] == 2
     assert record["sequences"] == 2
-    assert [entry["index"] for entry in record["shards"]["mlp/router_logits"]] == [
-        [i, 2, 0, 0] for i in range(3)
-    ]
+    assert [entry["index"] for entry in record["shards"]["mlp/router_logits"]] == [[i, 2, 0, 0] for i in range(3)]
     size = (tmp_path / "c.zarr/mlp/router_logits/c.1.2.0.0").stat().st_size
     assert record["shards"]["mlp/router_logits"][1]["bytes"] == size
 
@@ -101,11 +97,7 @@ def test_every_dtype_and_codec(tmp_path, dtype, codec):
     array = zarr.open_group(tmp_path / "c", mode="r")["a/x"]
     np.testing.assert_array_equal(array[:2, 2:], data)
     rest = array[2]
-    assert (
-        np.isnan(rest).all()
-        if data.dtype.kind == "f"
-        else (rest == (-1 if data.dtype.kind == "i" else 0)).all()
-    )
+    assert np.isnan(rest).all() if data.dtype.kind == "f" else (rest == (-1 if data.dtype.kind == "i" else 0)).all()
     codecs = json.loads((tmp_path / "c/a/x/zarr.json").read_text())["codecs"][0]["configuration"]["codecs"]
     assert codecs[-1]["name"] == "crc32c"
     if codec != "none":
@@ -217,9 +209,7 @@ def test_seal_lists_what_is_missing(tmp_path):
     with pytest.raises(MismatchError) as caught:
         capture.seal(3, {})
     told = str(caught.value)
-    assert told.startswith(
-        f"{tmp_path}/c is not complete: block 1 is not committed; block 2 is not committed; "
-    )
+    assert told.startswith(f"{tmp_path}/c is not complete: block 1 is not committed; block 2 is not committed; ")
     assert "mlp/router_logits/c.0.0.0.0 of block 0 has None bytes, not " in told
     assert told.endswith("Go on with --resume, or look with kimicap verify.")
     assert not capture.complete
@@ -422,9 +412,7 @@ def test_storage_errors_become_sentences():
     assert "/d cannot be accessed: Permission denied. Mend its permissions" in str(denied)
     other = records.storage_error(OSError(5, "Input/output error"), "/d")
     assert type(other) is KimicapError
-    assert re.search(
-        "Reading or writing /d failed: .*Input/output error. Every committed block is kept", str(other)
-    )
+    assert re.search("Reading or writing /d failed: .*Input/output error. Every committed block is kept", str(other))
     assert records.storage_error(full, "/other") is full
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import captures
 import numpy as np
 import pytest
 import zarr
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from kimicap import store
 from kimicap.verify import repair, verify
+from tests import captures
 
 SHARD = "mlp/router_logits/c.1.2.0.0"  # layers 2 and 4, block 2
 
