@@ -5,14 +5,14 @@ It yields events and prints nothing.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from kimicap.assembly import Assembler, Pending, assemble
+from kimicap.assembly import Assembler, assemble
 from kimicap.batches import Sequences, form_batches
 from kimicap.computed import Piece
 from kimicap.errors import Stopped, UsageError
@@ -20,9 +20,14 @@ from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
 from kimicap.layout import ArrayLayout
 from kimicap.plan import CapturePlan
+from kimicap.selection import position_axis
 from kimicap.slots import Slots
 from kimicap.store import Store
 from kimicap.value_plan import ValuePlan
+from kimicap.writers import Pending
+
+MOST_WAITING = 32
+"""Blocks that may be on their way to the disk: small ones would pile up long before their bytes fill the slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,9 @@ class Progress:
         written_bytes: Bytes handed to the writers, uncompressed.
         elapsed_s: Seconds since the first batch.
         waited_s: Of them, seconds the loop waited for the disk.
+        seconds: Of them, by stage: ``forward`` (the loop in the model's forwards; on a GPU, launching them),
+            ``device`` (the loop waiting for a GPU's copies), ``disk`` (waiting for the disk) and, beside those,
+            ``writing`` (at least one shard on its way to the disk).
     """
 
     sequences: int
@@ -42,6 +50,7 @@ class Progress:
     written_bytes: int
     elapsed_s: float
     waited_s: float
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,15 @@ class Block:
     pieces: dict[tuple[str, int | None, int], list[Piece]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A block that only the disk is not done with."""
+
+    number: int
+    tokens: int
+    pending: Pending
+
+
 class Loop:
     """One run over some blocks of a capture.
 
@@ -107,9 +125,12 @@ class Loop:
         self._assembler = Assembler(plan, store, slots)
         self._values = {value.key: value for value in plan.values}
         self._numbers: Sequence[int] = ()
-        self._seen: set[tuple[str, int | None, int]] = set()
+        self._seen: dict[tuple[str, int | None], set[int]] = {}
+        self._empty: dict[str, list[int]] = {}
         self._block = Block(number=-1)
         self._cache: tuple[int, Any] = (-1, None)
+        self._forward_s = self._commit_s = 0.0
+        self._last_seconds = self._seconds()
 
     def stop(self) -> None:
         """The loop drops the block in hand after its present batch, and raises `Stopped`."""
@@ -119,9 +140,7 @@ class Loop:
         """Takes a piece from the recorder: placed at once, or kept until the batch's decoding is over."""
         sequence = self._numbers[piece.row]
         if self._decoding is None:
-            self._assembler.put(key, block, sequence, piece)
-            if piece.complete:
-                self._seen.add((key, block, sequence))
+            self._put(key, block, sequence, piece)
             return
         kept = self._block.pieces.setdefault((key, block, sequence), [])
         value = self._values[key]
@@ -133,10 +152,10 @@ class Loop:
         """Works through ``blocks``, each committed when its shards are durable.
 
         Raises:
-            Stopped: A signal asked for it; every committed block is kept.
-            KimicapError: A write failed, or a value did not appear; likewise.
+            Stopped: A signal asked for it; every block that was done is committed.
+            KimicapError: A write failed, or a value did not appear; every committed block is kept.
         """
-        waiting: deque[tuple[Block, Pending, dict[str, Any]]] = deque()
+        waiting: deque[Finished] = deque()
         start, done, tokens = time.perf_counter(), 0, 0
         try:
             with recorder.attached():
@@ -147,21 +166,41 @@ class Loop:
                         self._run_batch(runner, recorder, batch)
                         done, tokens = done + len(batch), tokens + sum(len(self._block.tokens[i]) for i in batch)
                         yield from self._commit_ready(waiting)
-                        yield Progress(
-                            sequences=done,
-                            tokens=tokens,
-                            written_bytes=self._assembler.written_bytes,
-                            elapsed_s=time.perf_counter() - start,
-                            waited_s=self._slots.waited_s,
-                        )
+                        yield self._progress(done, tokens, time.perf_counter() - start)
                     waiting.append(self._finish_block())
             while waiting:
-                yield from self._commit(*waiting.popleft())
+                yield from self._commit(waiting.popleft())
+        except Stopped:
+            self._assembler.drop()
+            while waiting:  # computed already, so only seconds away
+                yield from self._commit(waiting.popleft())
+            raise
         except BaseException as failure:
             self._slots.fail(failure)
+            self._assembler.drop()
             raise
         finally:
             self._assembler.close()
+
+    def _progress(self, sequences: int, tokens: int, elapsed_s: float) -> Progress:
+        seconds = self._seconds()
+        return Progress(
+            sequences=sequences,
+            tokens=tokens,
+            written_bytes=self._assembler.written_bytes,
+            elapsed_s=elapsed_s,
+            waited_s=seconds["disk"],
+            seconds=seconds,
+        )
+
+    def _seconds(self) -> dict[str, float]:
+        """Seconds so far, by stage; see `Progress`."""
+        return {
+            "forward": self._forward_s,
+            "device": self._slots.device_s,
+            "disk": self._slots.disk_s + self._commit_s,
+            "writing": self._assembler.writers.busy_s,
+        }
 
     def _stop_if_asked(self, number: int) -> None:
         if self._stopping:
@@ -183,7 +222,9 @@ class Loop:
         tokens = [self._sequences.tokens(sequence) for sequence in batch]
         self._numbers = batch
         self._seen.clear()
+        self._empty = {} if self._decoding is not None else self._empty_rows(batch)
         recorder.fired.clear()
+        start, waited_s = time.perf_counter(), self._slots.disk_s + self._slots.device_s
         if self._decoding is not None:
             tokens = runner.decode(tokens, batch, self._decoding)
             self._flush()
@@ -191,7 +232,9 @@ class Loop:
             self._run_continued(runner, batch[0], tokens[0])
         else:
             runner.prompts(tokens)
-        self._assembler.check()
+        waited_s = self._slots.disk_s + self._slots.device_s - waited_s
+        self._forward_s += time.perf_counter() - start - waited_s
+        self._assembler.writers.check()
         self._block.tokens.update(zip(batch, tokens, strict=True))
         self._fill_absent(recorder, batch)
 
@@ -213,9 +256,33 @@ class Loop:
         """Rows of a decoded batch, made whole and placed."""
         for (key, block, sequence), pieces in self._block.pieces.items():
             value = self._values[key]
-            self._assembler.put(key, block, sequence, assemble(pieces, value, value.row_shape))
-            self._seen.add((key, block, sequence))
+            self._put(key, block, sequence, assemble(pieces, value, value.row_shape))
         self._block.pieces.clear()
+
+    def _put(self, key: str, block: int | None, sequence: int, piece: Piece) -> None:
+        """Places a piece. The first of a value and block has the rows that will give nothing filled beside it.
+
+        Left until the forward is over, those would keep the shards of all blocks of the model open.
+        """
+        self._assembler.put(key, block, sequence, piece)
+        seen = self._seen.get((key, block))
+        if seen is None:
+            seen = self._seen[key, block] = set()
+            for empty in self._empty.get(key, ()):
+                self._assembler.fill(key, block, empty)
+                seen.add(empty)
+        if piece.complete:
+            seen.add(sequence)
+
+    def _empty_rows(self, batch: Sequence[int]) -> dict[str, list[int]]:
+        """By value, the sequences too short for the positions that were asked for."""
+        empty = {}
+        for value in self._plan.values:
+            positions = value.want.request.positions
+            if position_axis(value.want.value) is not None and positions.kind in ("every", "range"):
+                lengths = ((sequence, int(self._sequences.lengths[sequence])) for sequence in batch)
+                empty[value.key] = [number for number, length in lengths if not positions.window(0, length, length)[1]]
+        return empty
 
     def _fill_absent(self, recorder: Recorder, batch: tuple[int, ...]) -> None:
         """Rows that gave nothing: of short sequences for a selection, or of values that may be absent."""
@@ -228,21 +295,16 @@ class Loop:
             )
         for value in self._plan.values:
             for block in value.want.blocks or (None,):
-                for sequence in batch:
-                    if (value.key, block, sequence) not in self._seen:
+                seen = self._seen.get((value.key, block), set())
+                for sequence in batch if len(seen) < len(batch) else ():
+                    if sequence not in seen:
                         self._assembler.fill(value.key, block, sequence)
 
-    def _finish_block(self) -> tuple[Block, Pending, dict[str, Any]]:
-        odd = self._assembler.odd_counts()
-        if "overflow" in odd:
-            key, blocks = next(iter(odd["overflow"].items()))
-            raise UsageError(
-                f"{key} of block {next(iter(blocks))} holds values beyond float16; capture it with "
-                "--store-dtype lossless."
-            )
+    def _finish_block(self) -> Finished:
         for array in self._plan.frame:
             self._write_frame(array)
-        return self._block, self._assembler.take_pending(), odd
+        tokens = sum(len(tokens) for tokens in self._block.tokens.values())
+        return Finished(number=self._block.number, tokens=tokens, pending=self._assembler.take_pending())
 
     def _write_frame(self, array: ArrayLayout) -> None:
         """The block's part of an array that every capture has, shard by shard."""
@@ -283,20 +345,41 @@ class Loop:
         name = path.removesuffix("_at")
         return next(value for value in self._plan.values if value.array.path.removesuffix("_top") == name)
 
-    def _commit_ready(self, waiting: "deque[tuple[Block, Pending, dict[str, Any]]]") -> Iterator[Committed]:
-        while waiting and all(write.done() for write in waiting[0][1].writes):
-            yield from self._commit(*waiting.popleft())
+    def _commit_ready(self, waiting: deque[Finished]) -> Iterator[Committed]:
+        """Commits what is durable, and waits for the oldest where too many are not."""
+        while waiting and (len(waiting) >= MOST_WAITING or self._assembler.writers.ready(waiting[0].pending)):
+            yield from self._commit(waiting.popleft())
 
-    def _commit(self, block: Block, pending: Pending, odd: dict[str, Any]) -> Iterator[Committed]:
-        numbers = self._plan.block(block.number)
+    def _commit(self, finished: Finished) -> Iterator[Committed]:
+        start = time.perf_counter()
+        pending, numbers = finished.pending, self._plan.block(finished.number)
+        self._assembler.writers.wait_handed_over(pending)
+        odd = pending.odd.read()
+        _refuse_overflow(odd)
+        for write in pending.writes:
+            write.result()
+        self._commit_s += time.perf_counter() - start
+        seconds = self._seconds()
+        since = {stage: round(seconds[stage] - before, 6) for stage, before in self._last_seconds.items()}
+        self._last_seconds = seconds
         self._store.commit(
-            block.number,
+            finished.number,
             {
                 "sequences": [numbers.start, numbers.stop],
-                "tokens": int(sum(len(tokens) for tokens in block.tokens.values())),
+                "tokens": finished.tokens,
                 "rank": self._work.rank,
+                "seconds": since,
                 "shards": {array: [list(index) for index in indices] for array, indices in pending.shards.items()},
                 **odd,
             },
         )
-        yield Committed(block=block.number, sequences=len(numbers))
+        yield Committed(block=finished.number, sequences=len(numbers))
+
+
+def _refuse_overflow(odd: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+    """Raises UsageError where a value did not fit in a lossy dtype."""
+    if "overflow" in odd:
+        key, blocks = next(iter(odd["overflow"].items()))
+        raise UsageError(
+            f"{key} of block {next(iter(blocks))} holds values beyond float16; capture it with --store-dtype lossless."
+        )

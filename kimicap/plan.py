@@ -172,7 +172,11 @@ def forward_group(
 
 
 def _open_bytes(value: ValuePlan, size: int, *, all_layers: bool) -> int:
-    layers = max(1, len(value.layers))
-    if not all_layers and value.shard_sequences <= size:
-        layers = min(2 * value.shard_layers, layers)
-    return max(size, value.shard_sequences) * layers * value.row_bytes
+    """Host bytes of the shards that groups of ``size`` sequences have open at once."""
+    layers = ceil(max(1, len(value.layers)) / value.shard_layers)
+    each = value.shard_sequences
+    if not all_layers and size % each == 0:
+        layers = min(2, layers)
+    # Groups and shards both divide the block, but need not nest: then a group cuts a shard at either end.
+    shards = size // each if size % each == 0 else 1 if each % size == 0 else size // each + 2
+    return shards * layers * value.head_shards * value.slot_bytes

@@ -1,8 +1,8 @@
 """Everything about a run that is known before weights are loaded: schema, architecture, sequences, plan."""
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 from kimicap import batches
 from kimicap.architecture import Architecture, Want, resolve
 from kimicap.config import Settings
-from kimicap.errors import RoomError, UsageError
+from kimicap.errors import MismatchError, RoomError, UsageError
+from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
 from kimicap.plan import CapturePlan, forward_group, plan_capture
 from kimicap.schema import Schema, load_schema
@@ -72,13 +73,7 @@ def prepare(settings: Settings) -> Prepared:
         store_dtype=settings.store_dtype,
         model_dtype=_model_dtype(settings, architecture),
     )
-    group, may_split = forward_group(
-        plan,
-        batch_tokens=settings.batch_tokens,
-        batch_size=settings.batch_size,
-        memory=settings.memory,
-        whole=settings.generate > 0 or settings.split_long == "continue",
-    )
+    group, may_split = _group(plan, settings)
     return Prepared(
         settings=settings,
         schema=schema,
@@ -88,6 +83,44 @@ def prepare(settings: Settings) -> Prepared:
         plan=plan,
         group=group,
         may_split=may_split,
+    )
+
+
+def on_grid(prepared: Prepared, layouts: Mapping[str, ArrayLayout]) -> Prepared:
+    """The same run on the chunks and shards of a capture begun with another batch size.
+
+    Args:
+        prepared: What was planned anew.
+        layouts: The arrays that are on disk, by path.
+
+    Raises:
+        MismatchError: They are other arrays.
+    """
+    plan = prepared.plan
+    planned = {array.path: (array.dims, array.shape, array.dtype) for array in plan.arrays}
+    found = {path: (array.dims, array.shape, array.dtype) for path, array in layouts.items()}
+    if planned != found:
+        name = next(path for path in sorted({*planned, *found}) if planned.get(path) != found.get(path))
+        raise MismatchError(
+            f"The array {name} of {prepared.settings.out} is {found.get(name)}, but {planned.get(name)} is planned; "
+            "resume with the version of kimicap that began the capture, or begin another."
+        )
+    plan = replace(
+        plan,
+        values=tuple(replace(value, array=layouts[value.array.path]) for value in plan.values),
+        frame=tuple(layouts[array.path] for array in plan.frame),
+    )
+    group, may_split = _group(plan, prepared.settings)
+    return replace(prepared, plan=plan, group=group, may_split=may_split)
+
+
+def _group(plan: CapturePlan, settings: Settings) -> tuple[int, bool]:
+    return forward_group(
+        plan,
+        batch_tokens=settings.batch_tokens,
+        batch_size=settings.batch_size,
+        memory=settings.memory,
+        whole=settings.generate > 0 or settings.split_long == "continue",
     )
 
 

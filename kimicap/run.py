@@ -10,7 +10,7 @@ from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
 from kimicap.models import load_model, versions
-from kimicap.prepare import Prepared, check_room
+from kimicap.prepare import Prepared, check_room, on_grid
 
 if TYPE_CHECKING:
     from kimicap.pipeline import Event
@@ -31,29 +31,48 @@ def run(
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
         return
-    check_room(prepared, blocks_done=0 if existing is None else len(existing.committed()))
-    todo = rank.blocks(plan.blocks, {} if existing is None else existing.committed())
+    done = {} if existing is None else existing.committed()
+    check_room(prepared, blocks_done=len(done))
+    todo = rank.blocks(plan.blocks, done)
     from kimicap.session import Session
 
     session = Session(prepared, load_model(_on_rank(settings, rank), prepared.architecture)) if todo else None
     kernels, dtypes = session.probe() if session else ({}, {})
     opened = existing or _create(prepared, kernels, dtypes, overwrite=overwrite, rank=rank)
     if session is not None:
+        # Again, since another rank may have found a capture of an earlier run: its blocks are done.
+        todo = rank.blocks(plan.blocks, opened.committed())
         yield from session.capture(opened, todo, rank=rank)
     if len(opened.committed()) == plan.blocks:
-        opened.seal(plan.blocks, {})
+        seal(settings.out)
+
+
+def seal(path: Path | str) -> None:
+    """Declares a capture complete after a check that it is; a sealed one is left as it is.
+
+    Raises:
+        UsageError: Nothing is there, or not a capture.
+        MismatchError: Blocks or shard files are missing, or have another size than recorded.
+    """
+    opened = store.resume(path)
+    stages: dict[str, float] = {}
+    for _, record in sorted(opened.committed().items()):
+        for stage, seconds in record.get("seconds", {}).items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    attributes = {"stages": {stage: round(seconds, 3) for stage, seconds in stages.items()}}
+    opened.seal(opened.record["blocks"], {} if opened.complete else attributes)
 
 
 def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
     """The capture to go on with; None where one is to be created."""
     out = Path(prepared.settings.out)
     if overwrite or not records.is_capture(out):
-        if resume and rank.rank == 0:
+        if resume:
             raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
         return None
     if not resume:
         if rank.rank:
-            return None  # rank 0 tells, or has just created it
+            return None  # rank 0 has just created it, or tells
         raise UsageError(f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite.")
     opened = store.resume(out)
     _compare(prepared, opened)
@@ -117,6 +136,7 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
             f"{opened.path} was begun with other settings: {'; '.join(differ)}. Resume with the same ones, or begin "
             "another capture."
         )
+    on_grid(prepared, opened.layouts)
 
 
 def _attributes(prepared: Prepared, kernels: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kimicap.errors import UsageError
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
 from kimicap.pipeline import Event, Loop, Work
-from kimicap.prepare import Prepared
+from kimicap.prepare import Prepared, on_grid
 from kimicap.slots import Slots
 from kimicap.store import Store
 
@@ -82,7 +82,7 @@ class Session:
         Raises:
             KimicapError: See `Loop.run`.
         """
-        prepared, settings = self._prepared, self._prepared.settings
+        prepared, settings = on_grid(self._prepared, store.layouts), self._prepared.settings
         on_gpu = any(parameter.device.type == "cuda" for parameter in self._model.parameters())
         loop = Loop(
             plan=prepared.plan,

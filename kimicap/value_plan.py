@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
@@ -57,6 +57,19 @@ class ValuePlan:
     def shard_layers(self) -> int:
         """Blocks of the model in one shard; 1 for values of the whole model."""
         return self.array.shard[0] if self.leading == 2 else 1
+
+    @property
+    def head_shards(self) -> int:
+        """Shards that share the heads of one row."""
+        if "head" not in self.row_dims:
+            return 1
+        axis = self.leading + self.row_dims.index("head")
+        return ceil(self.array.shape[axis] / self.array.shard[axis])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Host bytes that one open shard takes."""
+        return min(self.array.shard_nbytes, self.array.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

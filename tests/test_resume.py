@@ -1,0 +1,191 @@
+"""Killed anywhere and resumed, a capture ends bit for bit like one never killed. Real processes, real kills."""
+
+import random
+import signal
+
+import pytest
+
+from tests import small
+from tests.driver import Driver, contents
+
+BLOCKS = small.ROWS // small.BLOCK
+KILLS = 50
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    driver = Driver(folder, {**small.settings(folder), "sizes": small.SIZES})
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="module")
+def whole(driver, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "c.zarr"
+    assert driver.run(out).status == "done"
+    return contents(out)
+
+
+def finish(driver, out, known=()):
+    """Resumes (or begins) until done; what is committed already is not computed again."""
+    outcome = driver.run(out, resume=out.exists())
+    assert outcome.status == "done", outcome
+    again = {sequence // small.BLOCK for batch in outcome.batches for sequence in batch}
+    assert not again & set(known)
+    return outcome
+
+
+def records(out):
+    return {int(file.stem) for file in (out / ".kimicap/blocks").glob("*.json")}
+
+
+def test_killed_at_random_instants(driver, whole, tmp_path):
+    draw = random.Random(11)
+    kills = captures = 0
+    while kills < KILLS:
+        out = tmp_path / f"{captures}.zarr"
+        captures += 1
+        outcome = driver.run(out, kill_after_s=draw.uniform(0.0, 0.4))
+        while outcome.status == "killed":
+            kills += 1
+            known = records(out) if out.exists() else set()
+            outcome = driver.run(out, resume=out.exists(), kill_after_s=draw.uniform(0.05, 0.4))
+            assert not known & {sequence // small.BLOCK for batch in outcome.batches for sequence in batch}
+        assert outcome.status == "done", outcome
+        assert contents(out) == whole
+    assert captures >= 3
+
+
+WRITE = "kimicap.store.Store.write"
+
+
+@pytest.mark.parametrize(
+    ("step", "least"),
+    [
+        ({"at": WRITE, "nth": 1, "when": "after"}, 0),
+        ({"at": WRITE, "nth": 40, "when": "after"}, 1),
+        ({"at": "kimicap.records.write_block", "nth": 1}, 0),
+        ({"at": "kimicap.records.write_block", "nth": 5}, 4),
+        ({"at": "kimicap.records.write_block", "nth": 10, "when": "after"}, 10),
+        ({"at": "os.replace", "nth": 1, "match": "blocks"}, 0),
+        ({"at": "os.replace", "nth": 6, "match": "blocks"}, 5),
+        ({"at": "os.replace", "nth": 6, "match": "blocks", "when": "after"}, 6),
+        ({"at": "kimicap.store.set_attributes"}, 10),
+        ({"at": "os.replace", "match": "zarr.json"}, 10),
+        ({"at": "os.replace", "match": "zarr.json", "when": "after"}, 10),
+    ],
+    ids=lambda step: "-".join(map(str, step.values())) if isinstance(step, dict) else str(step),
+)
+def test_killed_at_a_named_step(driver, whole, tmp_path, step, least):
+    out = tmp_path / "c.zarr"
+    assert driver.run(out, **{"break": step}).status == "killed"
+    known = records(out)
+    assert len(known) >= least
+    outcome = finish(driver, out, known)
+    assert len(outcome.committed) == BLOCKS - len(known)
+    assert outcome.loaded == (len(known) < BLOCKS)
+    assert contents(out) == whole
+
+
+@pytest.mark.parametrize("step", [{"at": "kimicap.records.write_run"}, {"at": "os.rename", "match": "kimicap-new"}])
+def test_killed_while_creating(driver, whole, tmp_path, step):
+    out = tmp_path / "c.zarr"
+    assert driver.run(out, **{"break": step}).status == "killed"
+    assert not out.exists()
+    finish(driver, out)
+    assert contents(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["c.zarr"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_by_a_signal(driver, whole, tmp_path, number):
+    out = tmp_path / "c.zarr"
+    step = {"at": "kimicap.forwards.Runner.prompts", "nth": 7, "number": number}  # the first is the probe
+    outcome = driver.run(out, **{"break": step})
+    assert outcome.status == "Stopped"
+    assert "Stopped by a signal before block" in outcome.message
+    assert "go on with --resume" in outcome.message
+    known = records(out)
+    # Whatever was computed is kept, but for the block in hand.
+    done = {sequence for batch in outcome.batches for sequence in batch}
+    assert known == {block for block in range(BLOCKS) if {2 * block, 2 * block + 1} <= done}
+    assert known == set(outcome.committed)
+    assert contents(out)["complete"] is False
+    finish(driver, out, known)
+    assert contents(out) == whole
+
+
+def test_a_finished_capture_is_left_as_it_is(driver, whole, tmp_path):
+    out = tmp_path / "c.zarr"
+    finish(driver, out)
+    outcome = finish(driver, out)
+    assert not outcome.loaded
+    assert not outcome.batches
+    assert contents(out) == whole
+
+
+def test_without_resume_an_existing_capture_is_refused(driver, tmp_path):
+    out = tmp_path / "c.zarr"
+    finish(driver, out)
+    outcome = driver.run(out)
+    assert outcome.status == "UsageError"
+    assert outcome.message == (
+        f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite."
+    )
+    outcome = driver.run(tmp_path / "d.zarr", resume=True)
+    assert outcome.message == (
+        f"{tmp_path / 'd.zarr'} holds no capture to go on with; leave --resume away to begin one."
+    )
+
+
+def half(driver, out):
+    assert driver.run(out, **{"break": {"at": "kimicap.records.write_block", "nth": 5}}).status == "killed"
+    return records(out)
+
+
+def test_other_settings_are_refused_and_listed(driver, tmp_path):
+    out = tmp_path / "c.zarr"
+    half(driver, out)
+    changed = {"values": ["residuals"], "store_dtype": "float16", "seed": 3}
+    outcome = driver.run(out, resume=True, settings=changed)
+    assert outcome.status == "MismatchError"
+    assert not outcome.loaded
+    for told in ("seed is 3, was 0", "store_dtype is 'float16', was 'lossless'", "values is ['residuals'], was ["):
+        assert told in outcome.message
+    assert outcome.message.startswith(f"{out} was begun with other settings: ")
+    assert outcome.message.endswith("Resume with the same ones, or begin another capture.")
+
+
+def test_a_changed_dataset_is_refused(driver, tmp_path):
+    out = tmp_path / "c.zarr"
+    half(driver, out)
+    record = out / ".kimicap/run.json"
+    digest = record.read_text().split('"tokens_digest": "')[1][:64]
+    record.write_text(record.read_text().replace(digest, "0" * 64))
+    outcome = driver.run(out, resume=True)
+    assert outcome.status == "MismatchError"
+    assert "the dataset or tokenizer gives other tokens than it did" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "changed", [{"memory": 2**20}, {"device": "cpu"}, {"batch_tokens": 25}, {"batch_size": 1}, {"batch_tokens": 1}]
+)
+def test_how_the_work_is_batched_may_change(driver, whole, tmp_path, changed):
+    """Rows of other batches round otherwise in the last bit or two: the same arrays up to that, the same files."""
+    import numpy as np
+
+    out = tmp_path / "c.zarr"
+    known = half(driver, out)
+    outcome = driver.run(out, resume=True, settings=changed)
+    assert outcome.status == "done", outcome
+    assert not known & {sequence // small.BLOCK for batch in outcome.batches for sequence in batch}
+    found = contents(out)
+    assert found["files"] == whole["files"]
+    assert found["complete"] is True
+    same = not any(name.startswith("batch") for name in changed)
+    for name in set(found) - {"files", "complete"}:
+        if found[name] != whole[name]:
+            assert not same, name
+            ours, theirs = (np.frombuffer(data[name], np.float32) for data in (found, whole))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
