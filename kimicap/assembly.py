@@ -134,8 +134,8 @@ class Assembler:
                 needed = longest
             shape[axis] = min(shape[axis], ceil(max(1, needed) / array.chunk[axis]) * array.chunk[axis])
         slot = self._slots.take(value.slot_bytes, held=len(self._open))
-        dtype = getattr(torch, array.dtype)
-        data = slot[: prod(shape) * array.itemsize_bytes].view(dtype).view(shape)
+        with torch.inference_mode(False):  # a view made inside a forward could not be written to outside it
+            data = slot[: prod(shape) * array.itemsize_bytes].view(getattr(torch, array.dtype)).view(shape)
         layers = range(origin[0], origin[0] + shape[0]) if value.leading == 2 else (0,)
         absent = [at - layers[0] for at in layers if value.layers and value.layers[at] not in value.want.blocks]
         for at in absent:

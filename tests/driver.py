@@ -71,6 +71,8 @@ class Driver:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _outcome(child: int, file: str, request: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.001)
         os.kill(child, signal.SIGKILL)
     _, code = os.waitpid(child, 0)
-    told: dict[str, Any] = {"status": "killed" if code else "?", "batches": [], "committed": []}
+    told: dict[str, Any] = {"status": "killed" if os.WIFSIGNALED(code) else f"exit {code}", "batches": [], "committed": []}
     for line in Path(file).read_text().splitlines():
         for key, value in json.loads(line).items():
             told[key] = [*told[key], value] if isinstance(told.get(key), list) else value

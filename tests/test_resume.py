@@ -64,7 +64,7 @@ WRITE = "kimicap.store.Store.write"
     ("step", "least"),
     [
         ({"at": WRITE, "nth": 1, "when": "after"}, 0),
-        ({"at": WRITE, "nth": 40, "when": "after"}, 1),
+        ({"at": WRITE, "nth": 40, "when": "after"}, 0),
         ({"at": "kimicap.records.write_block", "nth": 1}, 0),
         ({"at": "kimicap.records.write_block", "nth": 5}, 4),
         ({"at": "kimicap.records.write_block", "nth": 10, "when": "after"}, 10),
@@ -72,8 +72,8 @@ WRITE = "kimicap.store.Store.write"
         ({"at": "os.replace", "nth": 6, "match": "blocks"}, 5),
         ({"at": "os.replace", "nth": 6, "match": "blocks", "when": "after"}, 6),
         ({"at": "kimicap.store.set_attributes"}, 10),
-        ({"at": "os.replace", "match": "zarr.json"}, 10),
-        ({"at": "os.replace", "match": "zarr.json", "when": "after"}, 10),
+        ({"at": "os.replace", "match": ".kimicap/zarr.json"}, 10),
+        ({"at": "os.replace", "match": ".kimicap/zarr.json", "when": "after"}, 10),
     ],
     ids=lambda step: "-".join(map(str, step.values())) if isinstance(step, dict) else str(step),
 )

@@ -1,0 +1,139 @@
+"""Several processes, one capture."""
+
+import pytest
+
+from kimicap.cluster import Rank, find_rank, wait_for
+from kimicap.errors import MismatchError, UsageError
+from kimicap.run import seal
+from tests import small
+from tests.driver import Driver, contents
+
+BLOCKS = small.ROWS // small.BLOCK
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    driver = Driver(folder, {**small.settings(folder), "sizes": small.SIZES})
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="module")
+def whole(driver, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "c.zarr"
+    assert driver.run(out).status == "done"
+    return contents(out)
+
+
+def together(driver, out, world, *, resume=False, more=None):
+    requests = [{"out": str(out), "rank": rank, "world": world, "resume": resume} for rank in range(world)]
+    return driver.run_all(*({**request, **(more or {}).get(request["rank"], {})} for request in requests))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Rank()),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Rank(rank=3, world=4, local=1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Rank()),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, Rank(rank=5, world=8, local=1)),
+        # torchrun inside a SLURM job: its processes are the ranks.
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Rank(rank=1, world=2)),
+        # A batch script or shell inside an allocation is no step of several tasks.
+        ({"SLURM_NTASKS": "8"}, Rank()),
+        ({"RANK": "3"}, Rank()),
+    ],
+)
+def test_rank_and_world_from_the_environment(environment, expected):
+    assert find_rank(environment) == expected
+
+
+@pytest.mark.parametrize(("rank", "world"), [("4", "4"), ("-1", "4"), ("x", "4"), ("0", "0")])
+def test_a_rank_that_makes_no_sense_is_refused(rank, world):
+    with pytest.raises(UsageError, match=f"RANK={rank} and WORLD_SIZE={world} name no process of a run"):
+        find_rank({"RANK": rank, "WORLD_SIZE": world})
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 17])
+def test_every_block_has_one_rank(world):
+    owned = [block for rank in range(world) for block in Rank(rank=rank, world=world).blocks(11, {3, 4})]
+    assert sorted(owned) == [block for block in range(11) if block not in (3, 4)]
+
+
+def test_waiting_ends():
+    with pytest.raises(MismatchError, match=r"Waited 0 s for rank 0 to wake; look at the output of rank 0\."):
+        wait_for(lambda: False, what="rank 0 to wake", limit_s=0.01)
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_any_number_of_processes_gives_the_same_capture(driver, whole, tmp_path, world):
+    out = tmp_path / "c.zarr"
+    outcomes = together(driver, out, world)
+    assert [outcome.status for outcome in outcomes] == ["done"] * world
+    assert [sorted(outcome.committed) for outcome in outcomes] == [
+        list(range(rank, BLOCKS, world)) for rank in range(world)
+    ]
+    assert contents(out) == whole
+
+
+def test_a_killed_rank_leaves_its_blocks_to_another_number_of_processes(driver, whole, tmp_path):
+    out = tmp_path / "c.zarr"
+    step = {"at": "kimicap.records.write_block", "nth": 2}
+    first, second = together(driver, out, 2, more={1: {"break": step}})
+    assert first.status == "done"
+    assert second.status == "killed"
+    assert contents(out)["complete"] is False
+    with pytest.raises(MismatchError, match=r"is not complete: block .* is not committed"):
+        seal(out)
+    outcomes = together(driver, out, 5, resume=True)
+    assert all(outcome.status == "done" for outcome in outcomes)
+    again = [block for outcome in outcomes for block in outcome.committed]
+    assert sorted(again) == [3, 5, 7, 9]
+    assert contents(out) == whole
+
+
+def test_a_rank_without_blocks_loads_no_model(driver, whole, tmp_path):
+    out = tmp_path / "c.zarr"
+    outcomes = together(driver, out, BLOCKS + 2)
+    assert all(outcome.status == "done" for outcome in outcomes)
+    assert [outcome.loaded for outcome in outcomes] == [True] * BLOCKS + [False] * 2
+    assert contents(out) == whole
+
+
+def test_all_killed_before_sealing_can_be_sealed_alone(driver, whole, tmp_path):
+    out = tmp_path / "c.zarr"
+    step = {"at": "kimicap.store.Store.seal"}
+    outcomes = together(driver, out, 2, more={rank: {"break": step} for rank in range(2)})
+    assert "killed" in [outcome.status for outcome in outcomes]
+    assert contents(out)["complete"] is False
+    seal(out)
+    assert contents(out) == whole
+    seal(out)
+    assert contents(out) == whole
+
+
+def test_an_old_capture_is_not_computed_again_by_other_ranks(driver, whole, tmp_path):
+    """Started without --resume where a capture is: rank 0 refuses, and the others spoil nothing."""
+    out = tmp_path / "c.zarr"
+    assert driver.run(out).status == "done"
+    first, second = together(driver, out, 2)
+    assert first.status == "UsageError"
+    assert not second.batches
+    assert contents(out) == whole
+
+
+def test_nobody_waits_for_a_capture_that_nobody_creates(driver, tmp_path):
+    outcomes = together(driver, tmp_path / "c.zarr", 2, resume=True)
+    assert [outcome.status for outcome in outcomes] == ["UsageError"] * 2
+
+
+def test_stage_times_are_stored(driver, tmp_path):
+    import zarr
+
+    out = tmp_path / "c.zarr"
+    assert all(outcome.status == "done" for outcome in together(driver, out, 2))
+    stages = zarr.open_group(out, mode="r").attrs["stages"]
+    assert set(stages) == {"forward", "device", "disk", "writing"}
+    assert stages["forward"] > 0
+    assert stages["writing"] > 0
