@@ -9,6 +9,7 @@ import torch
 from kimicap.computed import Piece
 from kimicap.odd import Odd
 from kimicap.plan import CapturePlan
+from kimicap.records import storage_error
 from kimicap.selection import position_axis
 from kimicap.slots import Slots
 from kimicap.store import Store
@@ -78,11 +79,18 @@ class Assembler:
         self.complete(value, layer, sequence)
 
     def write_frame(self, array: str, origin: tuple[int, ...], data: np.ndarray) -> None:
-        """Writes a whole shard of an array that every capture has."""
+        """Writes a whole shard of an array that every capture has.
+
+        Raises:
+            KimicapError: It cannot be written.
+        """
         layout = self._store.layouts[array]
         index = tuple(first // extent for first, extent in zip(origin, layout.shard, strict=True))
         self._pending.shards.setdefault(array, []).append(index)
-        self._pending.writes.append(self._store.write(array, origin, data))
+        try:
+            self._pending.writes.append(self._store.write(array, origin, data))
+        except Exception as failure:
+            raise storage_error(failure, self._store.path / array) from failure
 
     def take_pending(self) -> Pending:
         """The block's shards so far; what comes next belongs to the next block."""

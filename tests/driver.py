@@ -126,7 +126,11 @@ def _outcome(child: int, file: str, request: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.001)
         os.kill(child, signal.SIGKILL)
     _, code = os.waitpid(child, 0)
-    told: dict[str, Any] = {"status": "killed" if os.WIFSIGNALED(code) else f"exit {code}", "batches": [], "committed": []}
+    told: dict[str, Any] = {
+        "status": "killed" if os.WIFSIGNALED(code) else f"exit {code}",
+        "batches": [],
+        "committed": [],
+    }
     for line in Path(file).read_text().splitlines():
         for key, value in json.loads(line).items():
             told[key] = [*told[key], value] if isinstance(told.get(key), list) else value
