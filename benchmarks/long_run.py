@@ -62,6 +62,7 @@ def _samples(folder: Path, given: argparse.Namespace) -> Any:
     }
     prepared = prepare(load_settings(None, settings))
     start = last = time.perf_counter()
+    last_cpu = time.process_time()
     done = committed = 0
     for event in run(prepared):
         if isinstance(event, Committed):
@@ -74,13 +75,14 @@ def _samples(folder: Path, given: argparse.Namespace) -> Any:
                 "sequences": event.sequences,
                 "blocks": committed,
                 "ms_a_sequence": round(1e3 * (now - last) / (event.sequences - done), 3),
+                "cpu_ms_a_sequence": round(1e3 * (time.process_time() - last_cpu) / (event.sequences - done), 3),
                 "rss_mib": round(_rss_mib(), 1),
                 "open_files": len(os.listdir("/proc/self/fd")),
                 "seconds": {stage: round(seconds, 2) for stage, seconds in event.seconds.items()},
             }
             print(json.dumps(sample), flush=True)
             yield sample
-            last, done = now, event.sequences
+            last, last_cpu, done = now, time.process_time(), event.sequences
 
 
 def _config() -> KimiLinearConfig:
@@ -111,7 +113,10 @@ def _config() -> KimiLinearConfig:
 
 
 def _verdict(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares the rest of the run with its first warm third: medians of each half, and the slope of memory."""
+    """Compares the halves of the run once it is warm: medians, and the slope of memory.
+
+    Speed is judged by processor time, which other users of the machine disturb less; wall time is told beside it.
+    """
     warm = samples[int(len(samples) * WARM) :]
     if len(warm) < 4:
         return {"flat": False, "why": "too few samples; run longer or sample more often"}
@@ -125,10 +130,11 @@ def _verdict(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "rss_mib_a_100000_sequences": round(float(slope) * 1e5, 1),
         "rss_mib": [median(first, "rss_mib"), median(second, "rss_mib")],
         "ms_a_sequence": [round(median(first, "ms_a_sequence"), 3), round(median(second, "ms_a_sequence"), 3)],
+        "cpu_ms_a_sequence": [round(median(part, "cpu_ms_a_sequence"), 3) for part in (first, second)],
         "open_files": [median(first, "open_files"), median(second, "open_files")],
     }
     memory = verdict["rss_mib"][1] <= 1.05 * verdict["rss_mib"][0]
-    speed = verdict["ms_a_sequence"][1] <= 1.2 * verdict["ms_a_sequence"][0]
+    speed = verdict["cpu_ms_a_sequence"][1] <= 1.1 * verdict["cpu_ms_a_sequence"][0]
     files = verdict["open_files"][1] <= verdict["open_files"][0] + 8
     return {"flat": memory and speed and files, "memory": memory, "speed": speed, "files": files, **verdict}
 
