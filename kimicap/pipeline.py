@@ -17,13 +17,12 @@ from kimicap.batches import Sequences, form_batches
 from kimicap.computed import Piece
 from kimicap.errors import Stopped, UsageError
 from kimicap.forwards import Decoding, Runner
+from kimicap.frame import Frame
 from kimicap.hooks import Recorder
-from kimicap.layout import ArrayLayout
 from kimicap.plan import CapturePlan
 from kimicap.selection import position_axis
 from kimicap.slots import Slots
 from kimicap.store import Store
-from kimicap.value_plan import ValuePlan
 from kimicap.writers import Pending
 
 MOST_WAITING = 32
@@ -129,6 +128,8 @@ class Loop:
         self._empty: dict[str, list[int]] = {}
         self._block = Block(number=-1)
         self._cache: tuple[int, Any] = (-1, None)
+        held = decoding.tokens if decoding is not None and decoding.forced else 0
+        self._frame = Frame(plan, sequences, held_tokens=held)
         self._forward_s = self._commit_s = 0.0
         self._last_seconds = self._seconds()
 
@@ -301,49 +302,12 @@ class Loop:
                         self._assembler.fill(value.key, block, sequence)
 
     def _finish_block(self) -> Finished:
+        block = self._plan.block(self._block.number)
         for array in self._plan.frame:
-            self._write_frame(array)
+            for origin, data in self._frame.shards(array, block, self._block.tokens):
+                self._assembler.write_frame(array.path, origin, data)
         tokens = sum(len(tokens) for tokens in self._block.tokens.values())
         return Finished(number=self._block.number, tokens=tokens, pending=self._assembler.take_pending())
-
-    def _write_frame(self, array: ArrayLayout) -> None:
-        """The block's part of an array that every capture has, shard by shard."""
-        block = self._plan.block(self._block.number)
-        data = np.full((len(block), *array.shape[1:]), array.fill, array.dtype)
-        for at, sequence in enumerate(block):
-            entry = self._frame_entry(array.path, sequence)
-            if data.ndim == 1:
-                data[at] = entry
-            else:
-                data[at, : len(entry)] = entry
-        for first in range(0, len(block), array.shard[0]):
-            part = np.ascontiguousarray(data[first : first + array.shard[0]])
-            self._assembler.write_frame(array.path, (block.start + first, *(0 for _ in array.shape[1:])), part)
-
-    def _frame_entry(self, path: str, sequence: int) -> Any:
-        tokens, given = self._block.tokens[sequence], int(self._sequences.lengths[sequence])
-        held = self._decoding.tokens if self._decoding is not None and self._decoding.forced else 0
-        if path == "input_ids":
-            return tokens
-        if path == "attention_mask":
-            return np.ones(len(tokens), bool)
-        if path == "special_tokens_mask":
-            return np.isin(tokens, sorted(self._sequences.special_ids))
-        if path == "generated":
-            return np.arange(len(tokens)) >= given - held
-        if path == "document":
-            return self._sequences.documents(sequence)
-        if path == "length":
-            return len(tokens)
-        if path == "row":
-            return self._sequences.rows[sequence]
-        value = self._selected(path)
-        slots = value.array.shape[next(i for i, dim in enumerate(value.array.dims) if dim.endswith("_position"))]
-        return value.want.request.positions.at(len(tokens), slots)
-
-    def _selected(self, path: str) -> ValuePlan:
-        name = path.removesuffix("_at")
-        return next(value for value in self._plan.values if value.array.path.removesuffix("_top") == name)
 
     def _commit_ready(self, waiting: deque[Finished]) -> Iterator[Committed]:
         """Commits what is durable, and waits for the oldest where too many are not."""
