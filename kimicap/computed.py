@@ -102,9 +102,8 @@ def states(
     if not live:
         return
     last = positions.kind == "last"
-    at = sorted(
-        {o + i * positions.step for o, number, _ in windows.values() for i in range(number)} if not last else ()
-    )
+    chosen_at = {row: [windows[row][0] + i * positions.step for i in range(windows[row][1])] for row in live}
+    at = sorted({position for row in live for position in chosen_at[row]} if not last else ())
     place_of = {position: place for place, position in enumerate(at)}
     lengths = torch.tensor([rows.counts[row] for row in live])
     head_bytes = len(live) * max(1, len(at)) * keys.shape[3] * values.shape[3] * 4
