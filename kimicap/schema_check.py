@@ -13,6 +13,7 @@ COMPUTED = (
     "next_token_probs",
     "final_state",
     "states",
+    "chunk_states",
     "attention_scores",
     "attention_probabilities",
     "expert_outputs",
@@ -49,8 +50,10 @@ _SITE = {
     "absent": bool,
     "whole": bool,
     "keep": str,
+    "overwritten": bool,
+    "fast": dict,
 }
-_CALL = {"functions": list, "attention": bool, "ask": dict}
+_CALL = {"functions": list, "attention": bool, "ask": dict, "fast": dict, "returns": int}
 
 
 def problems_of(tree: Mapping[str, Any]) -> list[str]:
@@ -169,6 +172,8 @@ def _site(
         yield f"{path}: host {host!r} has no value of this name{_nearest(name, values)}"
     if site.get("keep", "last") not in KEEPS:
         yield f"{path}.keep: expected {' or '.join(KEEPS)}, found {site['keep']!r}"
+    if "fast" in site:
+        yield from _site(f"{path}.fast", name, site["fast"], family, siblings, tree, host)
     reads = [key for key in READS if key in site]
     if len(reads) != 1:
         yield f"{path}: needs exactly one of {', '.join(READS)}, found {', '.join(reads) or 'none'}"

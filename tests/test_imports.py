@@ -10,7 +10,7 @@ import pytest
 import kimicap
 
 FILES = sorted(Path(kimicap.__file__).parent.glob("*.py"))
-LONGEST_LINES = 380
+LONGEST_LINES = 400
 
 ALLOWED = {
     "torch": "assembly check computed forwards hooks kda kda_chunks kda_triton rows session slots",
