@@ -13,7 +13,7 @@ from kimicap.prepare import prepare
 from kimicap.run import run
 from tests.models import save_model
 
-LENGTHS = (20, 20, 12, 20, 7, 20, 20, 3)
+LENGTHS = (20, 12, 20, 7, 20, 20)
 VALUES = "residuals,states@every:4,router_logits,patterns@last"
 
 
