@@ -11,7 +11,7 @@ import numpy as np
 from kimicap import batches
 from kimicap.architecture import Architecture, Want, resolve
 from kimicap.config import Settings
-from kimicap.errors import MismatchError, RoomError, UsageError
+from kimicap.errors import RoomError, UsageError
 from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
 from kimicap.plan import CapturePlan, forward_group, plan_capture
@@ -60,20 +60,7 @@ def prepare(settings: Settings) -> Prepared:
             f"Row {sequences.rows[short]} has {sequences.lengths[short]} tokens, but --forced decodes the last "
             f"{settings.generate} of each row and needs a prompt before them; give longer rows or a smaller --generate."
         )
-    longest = int(sequences.lengths.max()) + (0 if settings.forced else settings.generate)
-    plan = plan_capture(
-        architecture,
-        wants,
-        sequences.lengths,
-        generate=0 if settings.forced else settings.generate,
-        decodes=settings.generate > 0,
-        packed=settings.pack,
-        block_sequences=settings.block_sequences,
-        together=max(1, settings.batch_tokens // longest),
-        store_dtype=settings.store_dtype,
-        model_dtype=_model_dtype(settings, architecture),
-    )
-    group, may_split = _group(plan, settings)
+    plan, (group, may_split) = _fitting_plan(settings, architecture, wants, sequences.lengths)
     return Prepared(
         settings=settings,
         schema=schema,
@@ -86,35 +73,41 @@ def prepare(settings: Settings) -> Prepared:
     )
 
 
-def on_grid(prepared: Prepared, layouts: Mapping[str, ArrayLayout]) -> Prepared:
-    """The same run on the chunks and shards of a capture begun with another batch size.
-
-    Args:
-        prepared: What was planned anew.
-        layouts: The arrays that are on disk, by path.
+def _fitting_plan(
+    settings: Settings, architecture: Architecture, wants: Sequence[Want], lengths: np.ndarray
+) -> tuple[CapturePlan, tuple[int, bool]]:
+    """The plan whose shards take as many sequences as a forward does, or fewer until they fit in memory.
 
     Raises:
-        MismatchError: They are other arrays.
+        RoomError: Not even those of one sequence fit.
     """
-    plan = prepared.plan
-    planned = {array.path: (array.dims, array.shape, array.dtype) for array in plan.arrays}
-    found = {path: (array.dims, array.shape, array.dtype) for path, array in layouts.items()}
-    if planned != found:
-        name = next(path for path in sorted({*planned, *found}) if planned.get(path) != found.get(path))
-        raise MismatchError(
-            f"The array {name} of {prepared.settings.out} is {found.get(name)}, but {planned.get(name)} is planned; "
-            "resume with the version of kimicap that began the capture, or begin another."
+    generate = 0 if settings.forced else settings.generate
+    together = max(1, settings.batch_tokens // (int(lengths.max()) + generate))
+    if settings.batch_size is not None:
+        together = min(together, settings.batch_size)
+    while True:
+        plan = plan_capture(
+            architecture,
+            wants,
+            lengths,
+            generate=generate,
+            decodes=settings.generate > 0,
+            packed=settings.pack,
+            block_sequences=settings.block_sequences,
+            together=together,
+            store_dtype=settings.store_dtype,
+            model_dtype=_model_dtype(settings, architecture),
+            codec=settings.codec,
         )
-    plan = replace(
-        plan,
-        values=tuple(replace(value, array=layouts[value.array.path]) for value in plan.values),
-        frame=tuple(layouts[array.path] for array in plan.frame),
-    )
-    group, may_split = _group(plan, prepared.settings)
-    return replace(prepared, plan=plan, group=group, may_split=may_split)
+        try:
+            return plan, _group(settings, plan)
+        except RoomError:
+            if together == 1:
+                raise
+        together //= 2
 
 
-def _group(plan: CapturePlan, settings: Settings) -> tuple[int, bool]:
+def _group(settings: Settings, plan: CapturePlan) -> tuple[int, bool]:
     return forward_group(
         plan,
         batch_tokens=settings.batch_tokens,
@@ -122,6 +115,17 @@ def _group(plan: CapturePlan, settings: Settings) -> tuple[int, bool]:
         memory=settings.memory,
         whole=settings.generate > 0 or settings.split_long == "continue",
     )
+
+
+def on_existing(prepared: Prepared, layouts: Mapping[str, ArrayLayout]) -> Prepared:
+    """What was prepared, on the arrays of a capture that exists: their shards stay as they were first cut.
+
+    Raises:
+        RoomError: They do not fit in memory.
+    """
+    plan = prepared.plan.with_layouts(layouts)
+    group, may_split = _group(prepared.settings, plan)
+    return replace(prepared, plan=plan, group=group, may_split=may_split)
 
 
 def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:

@@ -10,7 +10,7 @@ from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
 from kimicap.models import load_model, versions
-from kimicap.prepare import Prepared, check_room, on_grid
+from kimicap.prepare import Prepared, check_room, on_existing
 
 if TYPE_CHECKING:
     from kimicap.pipeline import Event
@@ -27,13 +27,15 @@ def run(
     rank = rank or find_rank()
     if rank.world > 1 and overwrite:
         raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
-    plan, settings = prepared.plan, prepared.settings
+    settings = prepared.settings
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
         return
+    if existing is not None:
+        prepared = on_existing(prepared, existing.layouts)
     done = {} if existing is None else existing.committed()
     check_room(prepared, blocks_done=len(done))
-    todo = rank.blocks(plan.blocks, done)
+    todo = rank.blocks(prepared.plan.blocks, done)
     from kimicap.session import Session
 
     session = Session(prepared, load_model(_on_rank(settings, rank), prepared.architecture)) if todo else None
@@ -41,9 +43,9 @@ def run(
     opened = existing or _create(prepared, kernels, dtypes, overwrite=overwrite, rank=rank)
     if session is not None:
         # Again, since another rank may have found a capture of an earlier run: its blocks are done.
-        todo = rank.blocks(plan.blocks, opened.committed())
+        todo = rank.blocks(prepared.plan.blocks, opened.committed())
         yield from session.capture(opened, todo, rank=rank)
-    if len(opened.committed()) == plan.blocks:
+    if len(opened.committed()) == prepared.plan.blocks:
         seal(settings.out)
 
 
@@ -136,7 +138,14 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
             f"{opened.path} was begun with other settings: {'; '.join(differ)}. Resume with the same ones, or begin "
             "another capture."
         )
-    on_grid(prepared, opened.layouts)
+    planned = {array.path: (array.dims, array.shape, array.dtype) for array in prepared.plan.arrays}
+    found = {path: (array.dims, array.shape, array.dtype) for path, array in opened.layouts.items()}
+    for path in sorted({*planned, *found}):
+        if planned.get(path) != found.get(path):
+            raise MismatchError(
+                f"The array {path} of {opened.path} is {found.get(path)}, but {planned.get(path)} is planned; resume "
+                "with the version of kimicap that began the capture, or begin another."
+            )
 
 
 def _attributes(prepared: Prepared, kernels: Mapping[str, str]) -> dict[str, Any]:

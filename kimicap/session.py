@@ -14,7 +14,7 @@ from kimicap.errors import UsageError
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
 from kimicap.pipeline import Event, Loop, Work
-from kimicap.prepare import Prepared, on_grid
+from kimicap.prepare import Prepared, on_existing
 from kimicap.slots import Slots
 from kimicap.store import Store
 
@@ -83,7 +83,7 @@ class Session:
         Raises:
             KimicapError: See `Loop.run`.
         """
-        prepared, settings = on_grid(self._prepared, store.layouts), self._prepared.settings
+        prepared, settings = on_existing(self._prepared, store.layouts), self._prepared.settings
         on_gpu = any(parameter.device.type == "cuda" for parameter in self._model.parameters())
         loop = Loop(
             plan=prepared.plan,
