@@ -63,6 +63,7 @@ _SITE = {
     "absent": bool,
     "whole": bool,
     "keep": str,
+    "overwritten": bool,
 }
 _CALL = {"functions": list, "attention": bool, "ask": dict}
 
