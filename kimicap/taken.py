@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def take(
     pieces: dict[tuple[str, int | None], dict[int, list[Piece]]] = {}
 
     def sink(key: str, block: int | None, piece: Piece) -> None:
-        kept = Piece(row=piece.row, tensor=piece.tensor.detach().cpu().clone(), slot=piece.slot, head=piece.head)
+        kept = replace(piece, tensor=piece.tensor.detach().cpu().clone())
         pieces.setdefault((key, block), {}).setdefault(piece.row, []).append(kept)
 
     family, layouts = architecture.family, {want.value.key: want.value.layout for want in wants}
@@ -106,7 +106,7 @@ def _nothing() -> Any:
 
 
 def _whole(pieces: Sequence[Piece], layout: Sequence[str]) -> torch.Tensor:
-    """One row's pieces laid side by side along positions and heads; NaN (-1 in integers) where none lies."""
+    """One row's pieces laid side by side along positions and heads; what they leave unseen where none lies."""
     own = next((axis for axis in ("position", "query") if axis in layout), None)
     if own is None:
         return pieces[-1].tensor
@@ -117,7 +117,7 @@ def _whole(pieces: Sequence[Piece], layout: Sequence[str]) -> torch.Tensor:
     ]
     shape = [max(place[axis].stop for place in places) for axis in range(len(layout))]
     first = pieces[0].tensor
-    whole = torch.full(shape, torch.nan if first.is_floating_point() else -1, dtype=first.dtype)
+    whole = torch.full(shape, pieces[0].unseen, dtype=first.dtype)
     for place, piece in zip(places, pieces, strict=True):
         whole[place] = piece.tensor
     return whole
