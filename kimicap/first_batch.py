@@ -12,6 +12,7 @@ from kimicap.architecture import Architecture, Want
 from kimicap.computed import Piece
 from kimicap.invariants import RouterRule, router_gap
 from kimicap.outcome import Check
+from kimicap.selection import position_axis
 
 CHOICES = ("key", "slot", "source")
 """Last axes along which weights are shares: with one choice all of them are the same, rightly."""
@@ -56,7 +57,11 @@ class FirstBatch:
             own = (tensor.sum(-1) - 1).abs().max()
         elif key in (LOGITS, INDICES) and self._routes and self._rule is not None:
             own = self._route(key, block, piece)
-        self._seen[key, block].append(torch.stack([part.double() for part in (odd.sum(), lowest, highest, own)]))
+        axis = position_axis(self._wants[key].value)
+        tokens = 1 if axis is None else tensor.shape[self._wants[key].value.layout.index(axis)]
+        places = torch.full((), tokens, device=tensor.device)
+        parts = odd.sum(), lowest, highest, own, places
+        self._seen[key, block].append(torch.stack([part.double() for part in parts]))
 
     def _route(self, key: str, block: int | None, piece: Piece) -> torch.Tensor:
         """The router's gap, once logits and indices of a row are both there."""
@@ -73,16 +78,17 @@ class FirstBatch:
         """What was found, one check a kind and value, at its worst block. Waits for the device."""
         worst: dict[tuple[str, str], Check] = {}
         for (key, block), parts in self._seen.items():
-            found = torch.stack(parts).cpu()
-            nonfinite, own = float(found[:, 0].sum()), float(found[:, 3].max())
-            low, high = float(found[:, 1].min()), float(found[:, 2].max())
-            for check in self._judge(key, block, nonfinite, low, high, own):
+            for check in self._judge(key, block, torch.stack(parts).cpu()):
                 known = worst.get((check.name, key))
                 if known is None or (known.passed and (not check.passed or check.error > known.error)):
                     worst[check.name, key] = check
         return list(worst.values())
 
-    def _judge(self, key: str, block: int | None, nonfinite: float, low: float, high: float, own: float) -> list[Check]:
+    def _judge(self, key: str, block: int | None, found: torch.Tensor) -> list[Check]:
+        """The checks of one value in one block, from what `see` left of each piece: ``[piece, 5]`` float64."""
+        nonfinite, own = float(found[:, 0].sum()), float(found[:, 3].max())
+        low, high = float(found[:, 1].min()), float(found[:, 2].max())
+        empty = float(((found[:, 1] == 0) & (found[:, 2] == 0) & (found[:, 4] > 1)).sum())
         count, last = self._sizes[key, block]
         made: Callable[..., Check] = Check.of
         constant = float(nonfinite < count and self._is_constant(key, low, high, count, last))
@@ -90,6 +96,8 @@ class FirstBatch:
             made("finite", key, block, nonfinite, 0.0, "elements that are NaN or infinite"),
             made("varied", key, block, constant, 0.0, f"from {low:.3g} to {high:.3g} in {count} elements"),
         ]
+        if self._wants[key].value.dtype != "index":
+            checks.append(made("no_row_of_zeros", key, block, empty, 0.0, "sequences that are 0 everywhere"))
         if key == PATTERNS:
             checks.append(made("patterns_sum", key, block, own, 1e-5, "rows of the pattern sum to 1"))
         if key == DECAYS:
