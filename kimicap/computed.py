@@ -14,6 +14,8 @@ from kimicap import kda
 from kimicap.architecture import Want
 from kimicap.rows import Rows
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of fla's delta-rule kernel."""
 SLICE_BYTES = 256 * 2**20
 """Largest temporary on the device."""
 
@@ -107,6 +109,25 @@ def states(
             yield Piece(row=row, tensor=found, slot=slot, head=first, complete=first + each >= len(heads))
 
 
+def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torch.Tensor) -> Iterator[Piece]:
+    """States after the chosen tokens as the chunked kernel had them, in its own dtype.
+
+    Args:
+        want: Positions must be ends of the kernel's chunks of 64, or the last of rows without padding.
+        rows: The rows of this forward, each from the kernel's first token on.
+        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk.
+        returned: ``[batch, head, key_dim, value_dim]``, the state after the last.
+    """
+    assert rows.aligned, "checked with the settings"
+    positions = want.request.positions
+    for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
+        offset, number, slot = positions.window(past, count, past + count)
+        ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
+        if ends:
+            after = torch.cat([chunks[row], returned[row, None].to(chunks.dtype)])
+            yield Piece(row=row, tensor=pick_heads(after[ends], want, 1), slot=slot)
+
+
 def attention_scores(
     want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> Iterator[Piece]:
@@ -184,6 +205,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         next_token_probs,
         final_state,
         states,
+        chunk_states,
         attention_scores,
         attention_probabilities,
         expert_outputs,

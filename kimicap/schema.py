@@ -55,6 +55,7 @@ class Site:
     whole: bool = False
     keep: str = "last"
     overwritten: bool = False
+    fast: "Site | None" = None
 
     def __str__(self) -> str:
         """How the site is named in errors and in the array's ``site`` attribute."""
@@ -88,6 +89,8 @@ class Call:
     functions: tuple[str, ...]
     attention: bool
     ask: Mapping[str, Any]
+    fast: Mapping[str, Any]
+    returns: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +228,8 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
             functions=tuple(call.get("functions", ())),
             attention=call.get("attention", False),
             ask=call.get("ask", {}),
+            fast=call.get("fast", {}),
+            returns=call.get("returns"),
         )
         for key, call in row.get("calls", {}).items()
     }
@@ -254,9 +259,10 @@ def _router(row: Mapping[str, Any]) -> Router:
 
 
 def _site(part: str, name: str, row: Mapping[str, Any]) -> Site:
-    fields = {key: value for key, value in row.items() if key not in ("from", "axes")}
+    fields = {key: value for key, value in row.items() if key not in ("from", "axes", "fast")}
     axes = tuple(row["axes"]) if "axes" in row else None
-    return Site(name=name, part=part, inputs=row.get("from", {}), axes=axes, **fields)
+    fast = _site(part, name, row["fast"]) if "fast" in row else None
+    return Site(name=name, part=part, inputs=row.get("from", {}), axes=axes, fast=fast, **fields)
 
 
 def _many(item: Any) -> tuple[str, ...]:
