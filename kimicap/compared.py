@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kimicap.architecture import Architecture
 from kimicap.invariants import RouterRule, relative, router_gap
 from kimicap.outcome import Check
 from kimicap.schema import Schema, Value
-from kimicap.taken import STATE_STEP, Taken, axis_of
+from kimicap.taken import Taken, axis_of
 
 LOGITS, INDICES = "mlp.router_logits", "mlp.expert_indices"
 BEFORE_MIXTURE = ("layer_input", "attention_norm_output", "layer_mid", "mlp_norm_output", "mlp_input")
@@ -19,11 +18,11 @@ def compare(
     taken: Taken,
     alone: Sequence[Taken],
     schema: Schema,
-    architecture: Architecture,
     keys: Collection[str],
     rule: RouterRule | None,
     tolerance: float,
     *,
+    narrow: bool,
     name: str,
     about: str,
 ) -> Iterator[Check]:
@@ -36,10 +35,11 @@ def compare(
         taken: A batch.
         alone: The same rows, a batch each.
         schema: Where the values' layouts are found.
-        architecture: The model's family and sizes.
         keys: The values compared.
         rule: How experts are chosen; without it, indices must be the same.
         tolerance: Largest error that passes.
+        narrow: Whether the model computes in 16 bits. Then single elements may be far off by rounding alone, and
+            the norm of a row's differences is judged instead of the largest.
         name: Of the checks.
         about: Of the checks.
     """
@@ -56,9 +56,9 @@ def compare(
             elif key == INDICES:
                 error = _choice(found, expected, other, block, rule, changed)
             else:
-                end = _end(value, block, changed)
                 slots = _order(taken, row, block), _order(other, 0, block)
-                error = _difference(value, found, expected, slots, end)
+                pair = _comparable(value, (found, expected), slots, _end(value, block, changed), taken.state_step)
+                error = 0.0 if pair is None else relative(*pair, overall=narrow)
             if key not in worst or not error <= worst[key][0]:
                 worst[key] = error, block
     for key, (error, block) in worst.items():
@@ -111,26 +111,32 @@ def _choice(
     return float(router_gap(other.values[LOGITS, block][0][:end], found[:end], rule.biases[block]))
 
 
-def _difference(
-    value: Value, found: Tensor, expected: Tensor, slots: tuple[Tensor | None, Tensor | None], end: int | None
-) -> float:
-    """The relative difference of one row in one block, up to the position ``end``."""
+def _comparable(
+    value: Value,
+    pair: tuple[Tensor, Tensor],
+    slots: tuple[Tensor | None, Tensor | None],
+    end: int | None,
+    state_step: int,
+) -> tuple[Tensor, Tensor] | None:
+    """What of one row in one block can be compared: slots in one order, up to the position ``end``; None if nothing."""
+    found, expected = pair
     if found.shape != expected.shape:
-        return torch.inf
+        return pair
     if "slot" in value.layout and slots[0] is not None and slots[1] is not None:
-        axis = value.layout.index("slot")
-        assert axis == 1, "slots follow positions"
-        found, expected = (
-            tensor.gather(1, order.reshape(*order.shape, *[1] * (tensor.ndim - 2)).expand(tensor.shape))
-            for tensor, order in zip((found, expected), (slots[0], slots[1]), strict=True)
-        )
+        assert value.layout.index("slot") == 1, "slots follow positions"
+        found, expected = _sorted(found, slots[0]), _sorted(expected, slots[1])
     own = axis_of(value)
     if end is not None:
         if own is None:
-            return 0.0
-        stop = end // STATE_STEP if value.name == "states" else end
+            return None
+        stop = end // state_step if value.name == "states" else end
         found, expected = found.narrow(own, 0, stop), expected.narrow(own, 0, stop)
     if "key" in value.layout:  # what lies above the diagonal is another check's
         below = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
         found, expected = found[..., below], expected[..., below]
-    return relative(found, expected) if found.numel() else 0.0
+    return (found, expected) if found.numel() else None
+
+
+def _sorted(tensor: Tensor, order: Tensor) -> Tensor:
+    """``[position, slot, …]`` with each token's slots in the order ``[position, slot]``."""
+    return tensor.gather(1, order.reshape(*order.shape, *[1] * (tensor.ndim - 2)).expand(tensor.shape))

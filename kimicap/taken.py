@@ -15,8 +15,8 @@ from kimicap.hooks import Recorder
 from kimicap.schema import Value
 from kimicap.selection import Positions, Request, position_axis
 
-STATE_STEP = 16
-"""Tokens between the states that are taken; all of them would not fit."""
+STATE_STEP, FAST_STEP = 16, 64
+"""Tokens between the states that are taken (all of them would not fit), and with ``--states fast``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +26,28 @@ class Taken:
     Attributes:
         tokens: int32 ``[tokens]`` of each row, decoded ones included.
         values: By dotted name and block, one tensor a row in the value's layout, all positions and heads;
-            states after every 16th token alone. A value that was absent is not there.
+            states after every ``state_step`` tokens. A value that was absent is not there.
         outputs: The tensors that the model itself returned, from its last forward.
+        state_step: Tokens between states.
     """
 
     tokens: Sequence[np.ndarray]
     values: Mapping[tuple[str, int | None], Mapping[int, torch.Tensor]]
     outputs: Sequence[torch.Tensor]
+    state_step: int
 
     def blocks(self, key: str) -> set[int | None]:
         """Blocks in which a value was taken; None for a value of the whole model."""
         return {block for name, block in self.values if name == key}
 
 
-def whole_want(architecture: Architecture, value: Value, blocks: Sequence[int] | None = None) -> Want:
-    """A want of a value with all its positions and heads (states: every 16th), in some or all of its blocks."""
-    positions = Positions(kind="every", step=STATE_STEP) if value.name == "states" else Positions()
-    of_model = value.host == "model"
-    known = () if of_model else architecture.blocks_of(value)
+def whole_want(
+    architecture: Architecture, value: Value, blocks: Sequence[int] | None = None, *, fast: bool = False
+) -> Want:
+    """A want of a value with all its positions and heads (states: every 16th, or 64th), in some or all blocks."""
+    step = FAST_STEP if fast else STATE_STEP
+    positions = Positions(kind="every", step=step) if value.name == "states" else Positions()
+    known = () if value.host == "model" else architecture.blocks_of(value)
     chosen = known if blocks is None else tuple(block for block in known if block in blocks)
     return Want(request=Request(value=value, positions=positions), blocks=chosen, heads=None)
 
@@ -56,6 +60,7 @@ def take(
     *,
     decoding: Decoding | None = None,
     hooked: bool = True,
+    fast: bool = False,
 ) -> Taken:
     """Runs one batch, as a run would, and keeps all it gives.
 
@@ -65,6 +70,7 @@ def take(
         wants: What to take.
         tokens: The rows, int32 ``[tokens]`` each.
         decoding: How to go on after the prompts, or None.
+        fast: Whether states are the kernel's own.
         hooked: False runs the model untouched, so that only its outputs are there.
     """
     pieces: dict[tuple[str, int | None], dict[int, list[Piece]]] = {}
@@ -75,7 +81,7 @@ def take(
 
     family, layouts = architecture.family, {want.value.key: want.value.layout for want in wants}
     head = decoding is not None or any(w.value.host == "model" and w.value.name in family.head for w in wants)
-    recorder = Recorder(model, architecture, wants, sink)
+    recorder = Recorder(model, architecture, wants, sink, fast=fast)
     runner = Runner(model, architecture, recorder, head=head)
     outputs: list[torch.Tensor] = []
 
@@ -97,7 +103,7 @@ def take(
             place: {row: _whole(parts, layouts[place[0]]) for row, parts in rows.items()}
             for place, rows in pieces.items()
         }
-    return Taken(tokens=tokens, values=values, outputs=outputs)
+    return Taken(tokens=tokens, values=values, outputs=outputs, state_step=FAST_STEP if fast else STATE_STEP)
 
 
 @contextmanager
