@@ -16,9 +16,11 @@ from kimicap.assembly import Assembler, assemble
 from kimicap.batches import Sequences, form_batches
 from kimicap.computed import Piece
 from kimicap.errors import Stopped, UsageError
+from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding, Runner
 from kimicap.frame import Frame
 from kimicap.hooks import Recorder
+from kimicap.outcome import Check, refuse_constant
 from kimicap.plan import CapturePlan
 from kimicap.selection import position_axis
 from kimicap.slots import Slots
@@ -98,6 +100,7 @@ class Finished:
     number: int
     tokens: int
     pending: Pending
+    checks: list[dict[str, Any]]
 
 
 class Loop:
@@ -116,11 +119,13 @@ class Loop:
         slots: Slots,
         decoding: Decoding | None = None,
         continued: bool = False,
+        first: FirstBatch | None = None,
     ) -> None:
         self._stopping = False
         self._plan, self._store, self._sequences = plan, store, sequences
         self._work, self._slots = work, slots
         self._decoding, self._continued = decoding, continued
+        self._first, self._checks = first, list[Check]()
         self._assembler = Assembler(plan, store, slots)
         self._values = {value.key: value for value in plan.values}
         self._numbers: Sequence[int] = ()
@@ -139,6 +144,8 @@ class Loop:
 
     def sink(self, key: str, block: int | None, piece: Piece) -> None:
         """Takes a piece from the recorder: placed at once, or kept until the batch's decoding is over."""
+        if self._first is not None:
+            self._first.see(key, block, piece)
         sequence = self._numbers[piece.row]
         if self._decoding is None:
             self._put(key, block, sequence, piece)
@@ -154,7 +161,8 @@ class Loop:
 
         Raises:
             Stopped: A signal asked for it; every block that was done is committed.
-            KimicapError: A write failed, or a value did not appear; every committed block is kept.
+            KimicapError: A write failed, a value did not appear, or one is the same number everywhere; every
+                committed block is kept.
         """
         waiting: deque[Finished] = deque()
         start, done, tokens = time.perf_counter(), 0, 0
@@ -236,6 +244,9 @@ class Loop:
         waited_s = self._slots.disk_s + self._slots.device_s - waited_s
         self._forward_s += time.perf_counter() - start - waited_s
         self._assembler.writers.check()
+        if self._first is not None:
+            self._checks, self._first = self._first.checks(), None
+            refuse_constant(self._checks)
         self._block.tokens.update(zip(batch, tokens, strict=True))
         self._fill_absent(recorder, batch)
 
@@ -302,12 +313,14 @@ class Loop:
                         self._assembler.fill(value.key, block, sequence)
 
     def _finish_block(self) -> Finished:
+        checks, self._checks = [check.data() for check in self._checks], []
         block = self._plan.block(self._block.number)
         for array in self._plan.frame:
             for origin, data in self._frame.shards(array, block, self._block.tokens):
                 self._assembler.write_frame(array.path, origin, data)
         tokens = sum(len(tokens) for tokens in self._block.tokens.values())
-        return Finished(number=self._block.number, tokens=tokens, pending=self._assembler.take_pending())
+        pending = self._assembler.take_pending()
+        return Finished(number=self._block.number, tokens=tokens, pending=pending, checks=checks)
 
     def _commit_ready(self, waiting: deque[Finished]) -> Iterator[Committed]:
         """Commits what is durable, and waits for the oldest where too many are not."""
@@ -335,6 +348,7 @@ class Loop:
                 "seconds": since,
                 "shards": {array: [list(index) for index in indices] for array, indices in pending.shards.items()},
                 **odd,
+                **({"checks": finished.checks} if finished.checks else {}),
             },
         )
         yield Committed(block=finished.number, sequences=len(numbers))

@@ -10,6 +10,7 @@ from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
 from kimicap.models import load_model, versions
+from kimicap.outcome import merged
 from kimicap.prepare import Prepared, check_room, on_existing
 
 if TYPE_CHECKING:
@@ -57,11 +58,15 @@ def seal(path: Path | str) -> None:
         MismatchError: Blocks or shard files are missing, or have another size than recorded.
     """
     opened = store.resume(path)
+    committed = opened.committed()
     stages: dict[str, float] = {}
-    for _, record in sorted(opened.committed().items()):
+    for _, record in sorted(committed.items()):
         for stage, seconds in record.get("seconds", {}).items():
             stages[stage] = stages.get(stage, 0.0) + seconds
-    attributes = {"stages": {stage: round(seconds, 3) for stage, seconds in stages.items()}}
+    attributes = {
+        "checks": merged(committed),
+        "stages": {stage: round(seconds, 3) for stage, seconds in stages.items()},
+    }
     opened.seal(opened.record["blocks"], {} if opened.complete else attributes)
 
 

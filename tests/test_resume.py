@@ -2,6 +2,7 @@
 
 import random
 import signal
+import time
 
 import pytest
 
@@ -42,15 +43,18 @@ def records(out):
 
 def test_killed_at_random_instants(driver, whole, tmp_path):
     draw = random.Random(11)
+    start = time.monotonic()
+    assert driver.run(tmp_path / "timed.zarr").status == "done"
+    span_s = time.monotonic() - start  # of one run on this machine, now
     kills = captures = 0
     while kills < KILLS:
         out = tmp_path / f"{captures}.zarr"
         captures += 1
-        outcome = driver.run(out, kill_after_s=draw.uniform(0.0, 0.4))
+        outcome = driver.run(out, kill_after_s=draw.uniform(0.0, span_s))
         while outcome.status == "killed":
             kills += 1
             known = records(out) if out.exists() else set()
-            outcome = driver.run(out, resume=out.exists(), kill_after_s=draw.uniform(0.05, 0.4))
+            outcome = driver.run(out, resume=out.exists(), kill_after_s=draw.uniform(0.0, span_s))
             assert not known & {sequence // small.BLOCK for batch in outcome.batches for sequence in batch}
         assert outcome.status == "done", outcome
         assert contents(out) == whole
