@@ -185,14 +185,21 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def load_settings(file: Path | None, flags: Mapping[str, Any]) -> Settings:
+def load_settings(
+    file: Path | None, flags: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
+) -> Settings:
     """The file's settings, overridden by the flags that were given.
+
+    Args:
+        file: YAML, or None.
+        flags: By name; None means not given.
+        defaults: What holds where neither says.
 
     Raises:
         UsageError: The file cannot be read, or some settings are unknown, missing or wrong; all are listed.
     """
     tree = {} if file is None else _read(file)
-    merged = {**tree, **{name: value for name, value in flags.items() if value is not None}}
+    merged = {**(defaults or {}), **tree, **{name: value for name, value in flags.items() if value is not None}}
     try:
         return Settings(**merged)
     except ValidationError as error:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -175,7 +174,7 @@ def _transformers_config(settings: Settings) -> Any:
 @contextmanager
 def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
     """Turns what transformers raises into a sentence; neither tokens nor environment get into it."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quieten()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -184,6 +183,14 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = (lines[0] if lines else type(error).__name__).rstrip(".")[:300]
         raise UsageError(f"The {what} {name} cannot be loaded: {reason}. To mend it, {remedy}.") from error
+
+
+def _quieten() -> None:
+    """No progress bars and no log lines of transformers, here and in forwards; errors are told in sentences."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def has_accelerate() -> bool:
