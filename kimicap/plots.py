@@ -51,6 +51,7 @@ def plot(
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     drawn = _draw(axes, array, layer=layer, head=head, length=int(lengths[sequence]))
+    _label_selected(axes, tree, array, sequence)
     axes.set_title(f"{array.name} of sequence {sequence}{drawn}")
     try:
         figure.savefig(out, dpi=150)
@@ -151,6 +152,21 @@ def _norms(array: "DataArray", dims: tuple[Any, ...]) -> Any:
     return (array.astype("float64") ** 2).sum(dims, skipna=False) ** 0.5
 
 
+def _label_selected(axes: "Axes", tree: Any, array: "DataArray", sequence: int) -> None:
+    """Writes positions of the sequence on an axis that counts the selected ones."""
+    dim = next((str(dim) for dim in array.dims if str(dim).endswith("_position")), None)
+    if dim is None:
+        return
+    name = f"{dim.removesuffix('_position').removesuffix('_top_ids').removesuffix('_top')}_at"
+    found = next(node[name] for node in tree.subtree if name in node.data_vars)
+    positions = found.values[sequence]
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_label_text() == dim:
+            shown = range(0, int((positions >= 0).sum()), max(1, len(positions) // 16))
+            axis.set_ticks(shown, [str(positions[at]) for at in shown])
+            axis.set_label_text("position")
+
+
 def _pick(
     array: "DataArray", *, layer: int | None, head: int | None = None, heads: bool = True
 ) -> tuple["DataArray", str]:
@@ -202,9 +218,13 @@ def _map(
     rows: list[int] | None = None,
     norm: Any = "linear",
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     image = axes.imshow(data, aspect="auto", interpolation="nearest", norm=norm)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if rows is not None:
         step = max(1, len(rows) // 30)
         axes.set_yticks(range(0, len(rows), step), [str(row) for row in rows[::step]])
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.figure.colorbar(image, ax=axes, label=label)
