@@ -225,12 +225,10 @@ def plan_command(*, config: Config = None, as_json: Json = False, flags: Mapping
 @_command("check", settings=True)
 def check_command(*, config: Config = None, as_json: Json = False, flags: Mapping[str, Any]) -> None:
     """Run one batch and test every invariant of the values asked for."""
-    from dataclasses import asdict
-
     from kimicap import report
     from kimicap.check import run_checks
 
-    checks = [asdict(check) for check in run_checks(_prepared(config, flags, out=_OUT))]
+    checks = [check.data() for check in run_checks(_prepared(config, flags, out=_OUT))]
     if as_json:
         _print_json({"checks": checks, "passed": all(check["passed"] for check in checks)})
     else:

@@ -140,13 +140,14 @@ def show_verify(document: Mapping[str, Any]) -> None:
 
 
 def show_checks(checks: Iterable[Mapping[str, Any]]) -> None:
-    """A row a check: what was tested, where, how far off it is, and whether it passed."""
-    table = _table("", "check", "value", "block", "error", "tolerance")
+    """A row a check: what was compared, the block where it is worst, how far off it is, and whether it passed."""
+    table = _table("", "check", "value", "block", "error", "tolerance", "what is compared")
     for check in checks:
         block = "-" if check["block"] is None else str(check["block"])
-        tolerance = "-" if check["tolerance"] is None else f"{check['tolerance']:.1e}"
+        error = "no number" if check["error"] is None else f"{check['error']:.1e}"
         passed = "pass" if check["passed"] else "FAIL"
-        table.add_row(passed, check["name"], check["value"], block, f"{check['error']:.1e}", tolerance)
+        tolerance = f"{check['tolerance']:.1e}"
+        table.add_row(passed, check["name"], check["value"], block, error, tolerance, check["about"])
     _console().print(table)
 
 
