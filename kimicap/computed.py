@@ -5,7 +5,7 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from kimicap import kda
 from kimicap.architecture import Want
 from kimicap.rows import Rows
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of fla's delta-rule kernel."""
 SLICE_BYTES = 256 * 2**20
 """Largest temporary on the device."""
 
@@ -28,6 +30,7 @@ class Piece:
         slot: Where on the position axis it begins.
         head: Where on the head axis it begins, counted among the heads wanted.
         complete: Whether this is the row's last piece of this forward.
+        unseen: What the value is at keys that come only in later forwards.
     """
 
     row: int
@@ -35,6 +38,7 @@ class Piece:
     slot: int = 0
     head: int = 0
     complete: bool = True
+    unseen: float = 0.0
 
 
 Whole = Callable[[torch.Tensor, Sequence[str]], None]
@@ -105,6 +109,25 @@ def states(
             yield Piece(row=row, tensor=found, slot=slot, head=first, complete=first + each >= len(heads))
 
 
+def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torch.Tensor) -> Iterator[Piece]:
+    """States after the chosen tokens as the chunked kernel had them, in its own dtype.
+
+    Args:
+        want: Positions must be ends of the kernel's chunks of 64, or the last of rows without padding.
+        rows: The rows of this forward, each from the kernel's first token on.
+        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk.
+        returned: ``[batch, head, key_dim, value_dim]``, the state after the last.
+    """
+    assert rows.aligned, "checked with the settings"
+    positions = want.request.positions
+    for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
+        offset, number, slot = positions.window(past, count, past + count)
+        ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
+        if ends:
+            after = torch.cat([chunks[row], returned[row, None].to(chunks.dtype)])
+            yield Piece(row=row, tensor=pick_heads(after[ends], want, 1), slot=slot)
+
+
 def attention_scores(
     want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> Iterator[Piece]:
@@ -140,7 +163,14 @@ def attention_scores(
             else:
                 part = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
                 scores = _masked(scores, part[chosen] if part.shape[0] > 1 else part)
-            yield Piece(row=row, tensor=scores, slot=slot, head=first, complete=first + each >= len(heads))
+            yield Piece(
+                row=row,
+                tensor=scores,
+                slot=slot,
+                head=first,
+                complete=first + each >= len(heads),
+                unseen=-torch.inf,
+            )
 
 
 def attention_probabilities(
@@ -148,13 +178,7 @@ def attention_probabilities(
 ) -> Iterator[Piece]:
     """Softmax over the keys of `attention_scores`, float32 ``[head, query, key]``."""
     for piece in attention_scores(want, rows, queries=queries, keys=keys, mask=mask, scaling=scaling):
-        yield Piece(
-            row=piece.row,
-            tensor=piece.tensor.softmax(-1),
-            slot=piece.slot,
-            head=piece.head,
-            complete=piece.complete,
-        )
+        yield replace(piece, tensor=piece.tensor.softmax(-1), unseen=0.0)
 
 
 def expert_outputs(
@@ -181,6 +205,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         next_token_probs,
         final_state,
         states,
+        chunk_states,
         attention_scores,
         attention_probabilities,
         expert_outputs,

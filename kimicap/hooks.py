@@ -38,7 +38,20 @@ class Recorder:
         kernels: Functions seen at each call site, with where they come from.
     """
 
-    def __init__(self, model: torch.nn.Module, architecture: Architecture, wants: Sequence[Want], sink: Sink) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        architecture: Architecture,
+        wants: Sequence[Want],
+        sink: Sink,
+        *,
+        fast: bool = False,
+    ) -> None:
+        self._fast = fast
+        self._sites = {
+            part: {name: site.fast if fast and site.fast else site for name, site in sites.items()}
+            for part, sites in architecture.family.sites.items()
+        }
         self.rows = Rows(width_tokens=0, starts=(), counts=(), past=())
         self.fired: set[tuple[str, int | None]] = set()
         self.dtypes: dict[str, str] = {}
@@ -50,7 +63,7 @@ class Recorder:
         self._found: dict[tuple[str, int | None], dict[str, Any]] = defaultdict(dict)
         self._computed: dict[str, list[Site]] = defaultdict(list)
         for part, name in self._wants:
-            site = architecture.family.sites[part][name]
+            site = self._sites[part][name]
             if site.compute is not None:
                 self._computed[part].append(site)
         self._ingredients = {
@@ -84,7 +97,7 @@ class Recorder:
         expected = {
             (want.value.key, block)
             for (part, name), want in self._wants.items()
-            if not self._architecture.family.sites[part][name].absent
+            if not self._sites[part][name].absent
             for block in self._blocks(want, part)
         }
         return sorted(expected - self.fired, key=str)
@@ -100,7 +113,7 @@ class Recorder:
 
     def _needed(self, part: str, block: int | None) -> list[Site]:
         """Sites of a part that must be read in a block: the values wanted, and what they are computed from."""
-        sites = self._architecture.family.sites[part]
+        sites = self._sites[part]
         names = [n for (p, n), want in self._wants.items() if p == part and block in self._blocks(want, part)]
         needed: dict[str, Site] = {}
         while names:
@@ -197,12 +210,13 @@ class Recorder:
 
     def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
         names, origin = tuple(inspect.signature(original).parameters), _origin(original)
+        ask = {**call.ask, **(call.fast if self._fast else {})}
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             if self._paused or call.part not in self._running:
                 return original(*args, **kwargs)
             block = self._running[call.part]
-            output = original(*args, **{**kwargs, **call.ask})
+            output = original(*args, **{**kwargs, **ask})
             self.kernels[call.name] = origin
             for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
@@ -213,7 +227,7 @@ class Recorder:
                         else _argument(site.argument, names, args, kwargs, where)
                     )
                     self._read(site, block, found, where)
-            return output
+            return output if call.returns is None else output[: call.returns]
 
         recording.recorder = self  # type: ignore[attr-defined]
         return recording
@@ -226,7 +240,7 @@ class Recorder:
         tensor = raw
         if isinstance(raw, torch.Tensor) and site.axes is not None:
             layout = _own_layout(site.axes) if want is None else want.value.layout
-            tensor = self._laid_out(raw, site.axes, layout, site.part, where)
+            tensor = self._laid_out(raw.clone() if site.overwritten else raw, site.axes, layout, site.part, where)
         if want is not None and tensor is not None and block in self._blocks(want, site.part):
             if site.keep != "first" or self.rows.first:
                 self._hand_over(want, block, tensor)

@@ -54,6 +54,8 @@ class Site:
     absent: bool = False
     whole: bool = False
     keep: str = "last"
+    overwritten: bool = False
+    fast: "Site | None" = None
 
     def __str__(self) -> str:
         """How the site is named in errors and in the array's ``site`` attribute."""
@@ -87,6 +89,8 @@ class Call:
     functions: tuple[str, ...]
     attention: bool
     ask: Mapping[str, Any]
+    fast: Mapping[str, Any]
+    returns: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +207,8 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
             functions=tuple(call.get("functions", ())),
             attention=call.get("attention", False),
             ask=call.get("ask", {}),
+            fast=call.get("fast", {}),
+            returns=call.get("returns"),
         )
         for key, call in row.get("calls", {}).items()
     }
@@ -225,9 +231,10 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
 
 
 def _site(part: str, name: str, row: Mapping[str, Any]) -> Site:
-    fields = {key: value for key, value in row.items() if key not in ("from", "axes")}
+    fields = {key: value for key, value in row.items() if key not in ("from", "axes", "fast")}
     axes = tuple(row["axes"]) if "axes" in row else None
-    return Site(name=name, part=part, inputs=row.get("from", {}), axes=axes, **fields)
+    fast = _site(part, name, row["fast"]) if "fast" in row else None
+    return Site(name=name, part=part, inputs=row.get("from", {}), axes=axes, fast=fast, **fields)
 
 
 def _many(item: Any) -> tuple[str, ...]:
