@@ -149,7 +149,7 @@ def _check_fast(settings: Settings, wants: Sequence[Want]) -> None:
     """The kernel has states only at the ends of its chunks, and chunks begin where the forward does."""
     for want in wants:
         positions = want.request.positions
-        if want.value.name != "states" or positions.kind == "every" and positions.step % 64 == 0:
+        if want.value.name != "states" or (positions.kind == "every" and positions.step % 64 == 0):
             continue
         raise UsageError(
             f"--states fast has states only after every 64th token, not for {want.value.name}@{positions}; ask for "

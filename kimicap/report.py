@@ -212,18 +212,17 @@ def _follow_lines(steps: "Iterable[Step]", total: int, *, prefix: str) -> "Step 
 
 def _follow_live(steps: "Iterable[Step]", total: int, console: Console) -> "Step | None":
     last, waited = None, Bottleneck()
-    columns = (
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed} of {task.total} sequences"),
+    columns = (  # in 80 columns
+        BarColumn(bar_width=10),
+        TextColumn("{task.completed}/{task.total} sequences"),
         TextColumn("{task.fields[told]}"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("waiting for: {task.fields[stage]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left, waiting for: {task.fields[stage]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total, told="loading the model", stage="model")
+        task = bar.add_task("", total=total, told="loading", stage="model")
         for last in steps:
-            told = f"{_rate(last):.0f} tokens/s, {size_text(last.written_bytes)} written"
+            told = f"{_rate(last):.0f} tokens/s {size_text(last.written_bytes)}"
             bar.update(task, completed=last.sequences, told=told, stage=waited(last))
     return last
 

@@ -60,10 +60,10 @@ def test_another_rank_says_which_it_is_and_no_more(tmp_path, capsys):
 
 def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
     shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=140)
+    console = Console(file=shown, force_terminal=True, width=80)
     monkeypatch.setattr(report, "_console", lambda err=False: console)
     report.follow([step(4, elapsed_s=2, waited_s=1.5)], prepared(tmp_path), Rank(), resume=False)
-    for part in ("4 of 10 sequences", "200 tokens/s, 4 MB written", "left", "waiting for: disk"):
+    for part in ("4/10 sequences", "200 tokens/s 4 MB", "left, waiting for: disk"):
         assert part in shown.getvalue()
 
 
