@@ -94,19 +94,30 @@ def states(
     """States after the chosen tokens, ``[position, head, key_dim, value_dim]`` float32, a slice of heads at a time."""
     del returned
     positions, heads = want.request.positions, want.heads or range(keys.shape[2])
-    for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
-        offset, number, slot = positions.window(past, count, past + count) if count else (0, 0, 0)
-        if not number:
-            continue
-        at = range(offset, offset + number * positions.step, positions.step)
-        head_bytes = number * keys.shape[3] * values.shape[3] * 4
-        each = max(1, SLICE_BYTES // head_bytes)
-        for first in range(0, len(heads), each):
-            chosen = list(heads[first : first + each])
-            factors = [_of(tensor, [row], rows)[:, :count][:, :, chosen] for tensor in (keys, values, decays, betas)]
-            before = None if initial is None else initial[row : row + 1, chosen]
-            found = kda.states_at(*factors, at=at, initial=before)[0][0]
-            yield Piece(row=row, tensor=found, slot=slot, head=first, complete=first + each >= len(heads))
+    live = [row for row, count in enumerate(rows.counts) if count]
+    windows = {
+        row: positions.window(rows.past[row], rows.counts[row], rows.past[row] + rows.counts[row]) for row in live
+    }
+    live = [row for row in live if windows[row][1]]
+    if not live:
+        return
+    last = positions.kind == "last"
+    at = sorted(
+        {o + i * positions.step for o, number, _ in windows.values() for i in range(number)} if not last else ()
+    )
+    place_of = {position: place for place, position in enumerate(at)}
+    lengths = torch.tensor([rows.counts[row] for row in live])
+    head_bytes = len(live) * max(1, len(at)) * keys.shape[3] * values.shape[3] * 4
+    each = max(1, SLICE_BYTES // head_bytes)
+    for first in range(0, len(heads), each):
+        chosen = list(heads[first : first + each])
+        factors = [_heads_of(_of(tensor, live, rows), chosen) for tensor in (keys, values, decays, betas)]
+        before = None if initial is None else initial[live][:, chosen]
+        found, final = kda.states_at(*factors, at=at, initial=before, lengths=lengths)
+        for place, row in enumerate(live):
+            places = [place_of[position] for position in ([] if last else chosen_at[row])]
+            tensor = final[place, None] if last else _adjoining(found[place], places)
+            yield Piece(row=row, tensor=tensor, slot=windows[row][2], head=first, complete=first + each >= len(heads))
 
 
 def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torch.Tensor) -> Iterator[Piece]:
@@ -228,6 +239,18 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _of(tensor: torch.Tensor, chosen: Sequence[int], rows: Rows) -> torch.Tensor:
     """The chosen rows ``[row, position, …]``, moved so that position 0 is the first real token."""
     if rows.aligned:
-        return tensor[list(chosen)]
+        return tensor if len(chosen) == len(tensor) else tensor[list(chosen)]
     parts = [tensor[row, rows.starts[row] : rows.starts[row] + rows.counts[row]] for row in chosen]
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+def _heads_of(tensor: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+    """The chosen heads of ``[row, position, head, …]``, without a copy where they are all."""
+    return tensor if len(chosen) == tensor.shape[2] else tensor[:, :, list(chosen)]
+
+
+def _adjoining(tensor: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Entries of the first axis, as a view where they adjoin."""
+    if places[-1] - places[0] == len(places) - 1:
+        return tensor[places[0] : places[-1] + 1]
+    return tensor[list(places)]

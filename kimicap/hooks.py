@@ -217,6 +217,11 @@ class Recorder:
                 return original(*args, **kwargs)
             block = self._running[call.part]
             output = original(*args, **{**kwargs, **ask})
+            if self._fast and call.returns is not None and len(output) == call.returns:
+                raise UsageError(
+                    "--states fast needs flash-linear-attention's kernels, but the model runs without them; install "
+                    "flash-linear-attention and run on a GPU, or use --states exact."
+                )
             self.kernels[call.name] = origin
             for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
