@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) build/topics.jsonl
@@ -25,6 +25,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.all
 
 build/topics.jsonl: configs/topics.py $(STAMP)
 	$(BIN)/python configs/topics.py
