@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -194,7 +193,7 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quieten()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -203,6 +202,14 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")[:300]
         raise UsageError(f"The {what} {name} cannot be loaded: {reason}. To mend it, {remedy}.") from error
+
+
+def _quieten() -> None:
+    """No progress bars and no log lines of transformers, here and in forwards; errors are told in sentences."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def has_accelerate() -> bool:
