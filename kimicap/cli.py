@@ -315,10 +315,9 @@ def verify_command(
 @_command("seal")
 def seal_command(*, capture: Capture) -> None:
     """Declare a capture complete whose blocks are all committed, by several processes say."""
-    from kimicap import store
+    from kimicap.run import seal
 
-    opened = store.resume(capture)
-    opened.seal(opened.record["blocks"], {})
+    seal(capture)
     typer.echo(str(capture))
 
 

@@ -51,7 +51,7 @@ class Progress:
     written_bytes: int
     elapsed_s: float
     waited_s: float
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,13 +231,15 @@ class Bottleneck:
     """Tells which stage a run waits for, from how its waiting grew since it was last asked."""
 
     def __init__(self) -> None:
-        self._elapsed_s = self._waited_s = 0.0
+        self._elapsed_s = self._disk_s = self._device_s = 0.0
 
     def __call__(self, step: "Step") -> str:
-        """``disk`` where a good part of the time since the last step was waited for it, else ``model``."""
-        elapsed_s, waited_s = step.elapsed_s - self._elapsed_s, step.waited_s - self._waited_s
-        self._elapsed_s, self._waited_s = step.elapsed_s, step.waited_s
-        return "disk" if waited_s > _DISK_SHARE * elapsed_s else "model"
+        """``disk`` or ``device`` where a good part of the time since the last step went there, else ``model``."""
+        device_s = step.seconds.get("device", 0.0)
+        least_s = _DISK_SHARE * (step.elapsed_s - self._elapsed_s)
+        disk, device = step.waited_s - self._disk_s > least_s, device_s - self._device_s > least_s
+        self._elapsed_s, self._disk_s, self._device_s = step.elapsed_s, step.waited_s, device_s
+        return "disk" if disk else "device" if device else "model"
 
 
 def _rate(step: "Step") -> float:
