@@ -4,6 +4,8 @@ Same names, same keyword arguments, same shapes; a loop over tokens in float32 i
 Shape suffixes: B batch, T tokens, H heads, K key width, V value width, N sequences.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -100,7 +102,7 @@ def _kda(
         bounds = [(row, 0, q.shape[1]) for row in range(len(q))]
     else:
         assert len(q) == 1
-        bounds = [(0, int(a), int(b)) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+        bounds = [(0, int(a), int(b)) for a, b in pairwise(cu_seqlens)]
     out, finals = torch.zeros_like(v), []
     for number, (row, first, end) in enumerate(bounds):
         state = q.new_zeros(heads, key_dim, v.shape[-1])
@@ -136,7 +138,7 @@ class ShortConvolution(nn.Module):
         if cu_seqlens is None:
             pieces = list(x.split(1))
         else:
-            pieces = [x[:, a:b] for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)]
+            pieces = [x[:, a:b] for a, b in pairwise(cu_seqlens.tolist())]
         outputs, states = [], []
         for number, piece in enumerate(pieces):
             before = x.new_zeros(1, x.shape[2], self.kernel_size) if cache is None else cache[number : number + 1]

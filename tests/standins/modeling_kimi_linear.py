@@ -300,9 +300,7 @@ class KimiMLAAttention(nn.Module):
         attention_interface = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        output, _ = attention_interface(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling
-        )
+        output, _ = attention_interface(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling)
         if flash and self.q_head_dim != self.v_head_dim:
             output = output[..., : self.v_head_dim]
         output = output.reshape(batch, tokens, -1)
