@@ -333,8 +333,11 @@ def assemble(pieces: Sequence[Piece], value: ValuePlan, shape: Sequence[int]) ->
     axis = value.row_dims.index(own)
     slots = pieces[-1].slot + pieces[-1].tensor.shape[axis]
     size = [slots if at == axis else extent for at, extent in enumerate(shape)]
+    if "key" in value.row_dims:
+        keys = value.row_dims.index("key")
+        size[keys] = max(piece.tensor.shape[keys] for piece in pieces)
     first = pieces[0].tensor
-    whole = torch.full(size, value.array.fill, dtype=first.dtype, device=first.device)
+    whole = torch.full(size, pieces[0].unseen, dtype=first.dtype, device=first.device)
     for piece in pieces:
         part = whole.narrow(axis, piece.slot, piece.tensor.shape[axis])
         for at, (dim, extent) in enumerate(zip(value.row_dims, piece.tensor.shape, strict=True)):

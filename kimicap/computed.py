@@ -5,7 +5,7 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Piece:
         slot: Where on the position axis it begins.
         head: Where on the head axis it begins, counted among the heads wanted.
         complete: Whether this is the row's last piece of this forward.
+        unseen: What the value is at keys that come only in later forwards.
     """
 
     row: int
@@ -35,6 +36,7 @@ class Piece:
     slot: int = 0
     head: int = 0
     complete: bool = True
+    unseen: float = 0.0
 
 
 Whole = Callable[[torch.Tensor, Sequence[str]], None]
@@ -140,7 +142,14 @@ def attention_scores(
             else:
                 part = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
                 scores = _masked(scores, part[chosen] if part.shape[0] > 1 else part)
-            yield Piece(row=row, tensor=scores, slot=slot, head=first, complete=first + each >= len(heads))
+            yield Piece(
+                row=row,
+                tensor=scores,
+                slot=slot,
+                head=first,
+                complete=first + each >= len(heads),
+                unseen=-torch.inf,
+            )
 
 
 def attention_probabilities(
@@ -148,13 +157,7 @@ def attention_probabilities(
 ) -> Iterator[Piece]:
     """Softmax over the keys of `attention_scores`, float32 ``[head, query, key]``."""
     for piece in attention_scores(want, rows, queries=queries, keys=keys, mask=mask, scaling=scaling):
-        yield Piece(
-            row=piece.row,
-            tensor=piece.tensor.softmax(-1),
-            slot=piece.slot,
-            head=piece.head,
-            complete=piece.complete,
-        )
+        yield replace(piece, tensor=piece.tensor.softmax(-1), unseen=0.0)
 
 
 def expert_outputs(

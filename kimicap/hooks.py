@@ -226,7 +226,7 @@ class Recorder:
         tensor = raw
         if isinstance(raw, torch.Tensor) and site.axes is not None:
             layout = _own_layout(site.axes) if want is None else want.value.layout
-            tensor = self._laid_out(raw, site.axes, layout, site.part, where)
+            tensor = self._laid_out(raw.clone() if site.overwritten else raw, site.axes, layout, site.part, where)
         if want is not None and tensor is not None and block in self._blocks(want, site.part):
             if site.keep != "first" or self.rows.first:
                 self._hand_over(want, block, tensor)

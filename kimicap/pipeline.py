@@ -6,7 +6,7 @@ It yields events and prints nothing.
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -127,7 +127,7 @@ class Loop:
         value = self._values[key]
         if not any(dim.endswith("position") or dim.startswith("query") for dim in value.array.dims):
             kept.clear()
-        kept.append(Piece(row=piece.row, tensor=piece.tensor.clone(), slot=piece.slot, head=piece.head))
+        kept.append(replace(piece, tensor=piece.tensor.clone()))
 
     def run(self, runner: Runner, recorder: Recorder, blocks: Iterable[int]) -> Iterator[Event]:
         """Works through ``blocks``, each committed when its shards are durable.

@@ -54,6 +54,7 @@ class Site:
     absent: bool = False
     whole: bool = False
     keep: str = "last"
+    overwritten: bool = False
 
     def __str__(self) -> str:
         """How the site is named in errors and in the array's ``site`` attribute."""

@@ -46,6 +46,7 @@ _SITE = {
     "absent": bool,
     "whole": bool,
     "keep": str,
+    "overwritten": bool,
 }
 _CALL = {"functions": list, "attention": bool, "ask": dict}
 
