@@ -44,6 +44,7 @@ class Runner:
     """
 
     def __init__(self, model: torch.nn.Module, architecture: Architecture, recorder: Recorder, *, head: bool) -> None:
+        model = model.get_submodule(architecture.match.inside)
         self._model, self._recorder = model, recorder
         self._trunk = model if head else model.get_submodule(architecture.family.trunk)
         self._device = next(model.parameters()).device

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kimicap import computed
+from kimicap import computed, expressions
 from kimicap.architecture import Architecture, Want
 from kimicap.computed import Piece, pick_heads
 from kimicap.errors import UsageError
@@ -43,19 +43,16 @@ class Recorder:
         self.fired: set[tuple[str, int | None]] = set()
         self.dtypes: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
-        self._model, self._architecture, self._sink = model, architecture, sink
+        self._model = model.get_submodule(architecture.match.inside)
+        self._architecture, self._sink = architecture, sink
         self._wants = {(site.part, site.name): want for want in wants for site in architecture.sites(want.value)}
         self._paused = False
         self._running: dict[str, int | None] = {}
         self._found: dict[tuple[str, int | None], dict[str, Any]] = defaultdict(dict)
-        self._computed: dict[str, list[Site]] = defaultdict(list)
-        for part, name in self._wants:
-            site = architecture.family.sites[part][name]
-            if site.compute is not None:
-                self._computed[part].append(site)
-        self._ingredients = {
-            (part, name) for part, sites in self._computed.items() for site in sites for name in site.inputs.values()
-        }
+        self._computed: dict[tuple[str, int | None], list[Site]] = {}
+        self._ingredients: set[tuple[str, str]] = set()
+        self._modules: dict[tuple[str, int | None], dict[str, torch.nn.Module]] = {}
+        self._hosts: dict[tuple[str, int | None], torch.nn.Module] = {}
         self._called: dict[tuple[str, int | None], list[Site]] = {}
 
     @contextmanager
@@ -108,7 +105,7 @@ class Recorder:
             if name not in needed:
                 needed[name] = sites[name]
                 names += sites[name].inputs.values()
-        return [site for site in needed.values() if site.compute is None]
+        return list(needed.values())
 
     def _attach(self, stack: ExitStack, part: str, block: int | None) -> None:
         row = self._architecture.family.parts[part]
@@ -121,8 +118,16 @@ class Recorder:
             )
         stack.callback(host.register_forward_pre_hook(self._enter(part, block)).remove)
         needed = self._needed(part, block)
+        self._hosts[part, block] = host
+        self._computed[part, block] = [site for site in needed if site.compute is not None]
+        self._ingredients |= {(part, name) for site in needed for name in site.inputs.values()}
+        self._modules[part, block] = {
+            site.name: self._module(f"{path}.{site.module}", what=f"site of {site.name}")
+            for site in needed
+            if site.module is not None
+        }
         for site in needed:
-            if site.call is None:
+            if site.input is not None or site.output is not None:
                 self._hook(stack, site, host, path, block)
         self._called[part, block] = [site for site in needed if site.call is not None]
         for name in sorted({site.call for site in needed if site.call is not None}):
@@ -185,13 +190,14 @@ class Recorder:
         """Puts a recording wrapper in the place of each of the call's functions, once for all blocks."""
         modelling = sys.modules[type(host).__module__]
         for namespace, name in _functions(call, host, modelling):
-            original = namespace.get(name)
+            original = namespace.get(name) if call.method is None else getattr(host, name, None)
             if original is None:
+                where = modelling.__name__ if call.method is None else type(host).__name__
                 raise UsageError(
-                    f"{modelling.__name__} has no function {name!r}, where the schema has the call {call.name}; "
+                    f"{where} has no function {name!r}, where the schema has the call {call.name}; "
                     "the schema does not fit this model."
                 )
-            if getattr(original, "recorder", None) is self:
+            if (self, call.name) in getattr(original, "recorders", ()):
                 continue
             stack.enter_context(_replaced(namespace, name, self._wrapper(call, original)))
 
@@ -202,21 +208,38 @@ class Recorder:
             if self._paused or call.part not in self._running:
                 return original(*args, **kwargs)
             block = self._running[call.part]
+            if not self._is_meant(call, block, names, args, kwargs):
+                return original(*args, **kwargs)
             output = original(*args, **{**kwargs, **call.ask})
             self.kernels[call.name] = origin
             for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
                     where = f"{site.name} at the call {call.name} of block {block}"
-                    found = (
-                        _item(site.result, output, where)
-                        if site.result is not None
-                        else _argument(site.argument, names, args, kwargs, where)
-                    )
+                    if site.whole:
+                        given = {**dict(zip(names, args, strict=False)), **kwargs}
+                        found: Any = (original, [given[name] for name in names if name in given])
+                    elif site.argument is not None:
+                        found = _argument(site.argument, names, args, kwargs, where)
+                    else:
+                        results = (output,) if isinstance(output, torch.Tensor) else output
+                        found = _item(site.result, results, where)
                     self._read(site, block, found, where)
             return output
 
-        recording.recorder = self  # type: ignore[attr-defined]
+        # Other calls may wrap the same function: signature and origin are those of the innermost.
+        recording.__wrapped__ = original  # type: ignore[attr-defined]
+        recording.recorders = (*getattr(original, "recorders", ()), (self, call.name))  # type: ignore[attr-defined]
         return recording
+
+    def _is_meant(
+        self, call: Call, block: int | None, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether the arguments are the modules that the call's ``where`` names."""
+        host = self._hosts[call.part, block]
+        return all(
+            _argument(argument, names, args, kwargs, call.name) is host.get_submodule(path)
+            for argument, path in call.where.items()
+        )
 
     def _read(self, site: Site, block: int | None, raw: Any, where: str) -> None:
         """Takes what a site gave: hands the value over if it is wanted, and computes what it completes."""
@@ -225,7 +248,9 @@ class Recorder:
         want = self._wants.get((site.part, site.name))
         tensor = raw
         if isinstance(raw, torch.Tensor) and site.axes is not None:
-            layout = _own_layout(site.axes) if want is None else want.value.layout
+            layout = want.value.layout if want is not None else site.layout or _own_layout(site.axes)
+            if site.cut is not None:
+                raw = raw.narrow(site.axes.index(site.cut), 0, self._size(site.part, site.cut))
             tensor = self._laid_out(raw.clone() if site.overwritten else raw, site.axes, layout, site.part, where)
         if want is not None and tensor is not None and block in self._blocks(want, site.part):
             if site.keep != "first" or self.rows.first:
@@ -238,29 +263,31 @@ class Recorder:
     def _laid_out(
         self, raw: torch.Tensor, axes: Sequence[str], layout: Sequence[str], part: str, where: str
     ) -> torch.Tensor:
-        host = self._architecture.family.parts[part].host
-        return to_layout(raw, axes, layout, self.rows, lambda dim: self._architecture.size(host, dim), where)
+        return to_layout(raw, axes, layout, self.rows, lambda dim: self._size(part, dim), where)
+
+    def _size(self, part: str, dim: str) -> int:
+        return self._architecture.size(self._architecture.family.parts[part].host, dim)
 
     def _compute(self, part: str, block: int | None, found: dict[str, Any], latest: str) -> None:
+        there = {**self._modules[part, block], **found}
         pending = [
             site
-            for site in self._computed[part]
-            if latest in site.inputs.values()
-            and all(name in found for name in site.inputs.values())
-            and block in self._blocks(self._wants[part, site.name], part)
+            for site in self._computed[part, block]
+            if latest in site.inputs.values() and all(name in there for name in site.inputs.values())
         ]
         for site in pending:
-            want = self._wants[part, site.name]
-            ingredients = {key: found[name] for key, name in site.inputs.items()}
+            want = self._wants.get((part, site.name))
+            ingredients = {key: there[name] for key, name in site.inputs.items()}
+            config = self._architecture.config
+            numbers = {key: expressions.first(number, config) for key, number in site.numbers.items()}
             with self.paused():
-                result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients)
-                if isinstance(result, tuple):
-                    where = f"{site.name} of block {block}"
-                    self._hand_over(want, block, self._laid_out(result[0], result[1], want.value.layout, part, where))
-                else:
+                result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients, **numbers)
+                if want is not None and not isinstance(result, torch.Tensor):
                     for piece in result:
                         self._give(want.value.key, block, piece)
-            self.fired.add((want.value.key, block))
+                    self.fired.add((want.value.key, block))
+            if isinstance(result, torch.Tensor):  # a value like any other, and perhaps an ingredient
+                self._read(site, block, result, f"{site.name} of block {block}")
 
     def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:
         """Cuts ``[batch, *layout]`` into rows, each narrowed to its own tokens and the positions and heads wanted."""
@@ -337,6 +364,8 @@ def _functions(
     call: Call, host: torch.nn.Module, modelling: Any
 ) -> list[tuple[MutableMapping[str, Callable[..., Any]], str]]:
     """Where the call's functions are looked up: a namespace and a name each."""
+    if call.method is not None:
+        return [(vars(host), call.method)]
     if not call.attention:
         return [(vars(modelling), name) for name in call.functions]
     implementation = str(getattr(host.config, "_attn_implementation"))  # noqa: B009
