@@ -168,7 +168,7 @@ def expert_outputs(want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Ma
     module, arguments = experts
     hidden, index, weights = arguments["hidden_states"], arguments["top_k_index"], arguments["top_k_weights"]
     slots = index.shape[1]
-    found = module(hidden.repeat_interleave(slots, 0), index.reshape(-1, 1), weights.reshape(-1, 1))
+    found: torch.Tensor = module(hidden.repeat_interleave(slots, 0), index.reshape(-1, 1), weights.reshape(-1, 1))
     return found.view(hidden.shape[0], slots, -1)
 
 

@@ -112,6 +112,7 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
         ) from None
     check_class(model, architecture)
     _set_attention(model.get_submodule(architecture.match.inside), settings.attention)
+    bring_in_uncalled(model, architecture)
     found: torch.nn.Module = model.requires_grad_(False).eval()
     return found
 
@@ -139,6 +140,25 @@ def _set_attention(model: Any, wanted: str | None) -> None:
         wanted = "eager"
     if wanted is not None and wanted != forced:
         model.config._attn_implementation = wanted
+
+
+def bring_in_uncalled(model: "torch.nn.Module", architecture: Architecture) -> None:
+    """Loads offloaded weights of modules that the model reads but never calls.
+
+    Accelerate brings a module's weights when it is called; the code of a model that hands weights to a function
+    would find none. They are small (a vector each), and stay on their device from here on.
+    """
+    inner = model.get_submodule(architecture.match.inside)
+    for part, sites in architecture.family.sites.items():
+        for site in sites.values():
+            if site.module is None:
+                continue
+            path = f"{architecture.family.parts[part].module}.{site.module}"
+            for block in architecture.blocks[part] or (None,):
+                module = inner.get_submodule(path.format(layer=block))
+                hook: Any = getattr(module, "_hf_hook", None)
+                if hook is not None and any(weight.is_meta for weight in module.parameters()):
+                    hook.pre_forward(module)
 
 
 def versions() -> dict[str, str]:

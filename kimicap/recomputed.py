@@ -119,7 +119,7 @@ FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
 @contextmanager
 def _weights_of(module: torch.nn.Module) -> Iterator[None]:
     """The module's own weights on its device, wherever accelerate keeps them between forwards."""
-    if not hasattr(module, "_hf_hook"):
+    if not any(weight.is_meta for weight in module.parameters(recurse=False)):
         yield
         return
     from accelerate.utils import align_module_device

@@ -6,6 +6,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kimicap.errors import UsageError
+from kimicap.models import bring_in_uncalled
 from kimicap.rows import Rows
 from kimicap.schema import load_schema
 from tests.capturing import all_values, architecture, capture_decoded, capture_prompts
@@ -131,7 +132,7 @@ def test_bfloat16_values_follow_the_oracle():
     model = k3_model(dtype=torch.bfloat16, num_hidden_layers=3, first_k_dense_replace=3)
     captured = capture_prompts(model, ROWS, family=FAMILY)
     captured = {place: tensor for place, tensor in captured.items() if "next_token" not in place[0]}
-    assert check_against_oracle(model, captured, ROWS, rel=6e-2) > 4 * 60
+    assert check_against_oracle(model, captured, ROWS, rel=0.12) > 4 * 60
 
 
 @pytest.mark.parametrize("decoded", [0, 3])
@@ -242,3 +243,16 @@ def test_layouts_and_descriptions_are_those_of_the_family(model):
     assert "restarts" in found.value(values["layers.layer_mid"]).about
     assert found.size("model", "source") == 4
     assert np.array_equal(found.blocks["kda"], [0, 1, 3, 4])
+
+
+def test_offloaded_weights_are_there_for_every_value(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, expected = k3_model(), k3_model()
+    accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    bring_in_uncalled(model, architecture(model, FAMILY))
+    rows = ROWS[::2]
+    check_against_oracle(expected, capture_prompts(model, rows, family=FAMILY), rows)
+    captured, rows = capture_decoded(model, rows, tokens=2, family=FAMILY)
+    check_against_oracle(expected, captured, rows)
+    gates = [module for name, module in model.named_modules() if name.endswith("gate")]
+    assert all(weight.is_meta for gate in gates for weight in gate.parameters())

@@ -1,0 +1,101 @@
+"""Whole runs of models that bring their own code: found by their config, loaded, captured, sealed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import xarray
+
+from kimicap.architecture import family_of_config
+from kimicap.config import load_settings
+from kimicap.errors import UsageError
+from kimicap.models import load_model, own_code
+from kimicap.prepare import prepare
+from kimicap.run import run
+from kimicap.schema import load_schema
+from tests.compare import assert_close
+from tests.oracle_k3 import reference
+from tests.standins.build import k3_model, remote_model, save_with_code
+
+MODELS = {
+    "whole": (k3_model, {}, "kimi_k3"),
+    "alone": (k3_model, {"alone": True}, "kimi_k3"),
+    "remote": (remote_model, {}, "kimi_linear_remote"),
+}
+VALUES = ["residuals", "states@all", "router_logits", "patterns", "expert_outputs"]
+K3_VALUES = ["attention_mix_weights", "stored_sums", "output_gate", "routed_latent", "mlp_mix"]
+
+
+def settings(folder, tmp_path, values, **more):
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "kimi " * n}) for n in (1, 3)))
+    flags = {"model": str(folder), "dataset": str(data), "tokenizer": "bytes", "values": values,
+             "out": str(tmp_path / "out.zarr"), "trust_remote_code": True, "device": "cpu"}  # fmt: skip
+    return load_settings(None, {**flags, **more})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("generate", [0, 2])
+def test_a_run_stores_what_the_oracle_says(kind, generate, tmp_path):
+    build, options, family = MODELS[kind]
+    model = build(**options)
+    folder = save_with_code(tmp_path / f"checkpoint_{kind}", model)
+    values = [*VALUES, *(K3_VALUES if family == "kimi_k3" else [])]
+    prepared = prepare(settings(folder, tmp_path, values, generate=generate))
+    assert prepared.architecture.family.name == family
+    for _ in run(prepared):
+        pass
+    tree = xarray.open_datatree(prepared.settings.out, engine="zarr")
+    assert tree.attrs["complete"]
+    for row in range(2):
+        length = int(tree["length"][row])
+        expected = reference(model, tree["input_ids"][row, :length].values.tolist())
+        for key, name in {
+            "layers.layer_output": "layers/layer_output",
+            "linear_attn.states": "linear_attn/states",
+        }.items():
+            for at, block in enumerate(tree[name].layer.values.tolist()):
+                found = tree[name].isel(layer=at, sequence=row).values[:length]
+                assert_close(found, expected[key][block], rel=2e-4, name=key, layer=block)
+        if family == "kimi_k3":
+            weights = tree["layers/attention_mix_weights"][:, row, :length].values
+            assert np.allclose(np.nansum(weights, -1), 1, atol=1e-6)
+            assert_close(tree["stored_sums"][row, :length].values, expected["model.stored_sums"][None], rel=2e-4)
+            assert tree["mlp/expert_outputs"].dims == ("layer", "sequence", "position", "slot", "latent")
+            assert (
+                "restarts" in tree["layers/layer_output"].attrs["long_name"]
+                or "group" in (tree["layers/layer_output"].attrs["long_name"])
+            )
+
+
+def test_the_release_is_known_by_its_config():
+    schema = load_schema()
+    config = {"model_type": "kimi_k3"}
+    assert family_of_config(schema, config, code="modeling_kimi_k3", model="m").name == "kimi_k3"
+    config = {"model_type": "kimi_linear"}
+    assert family_of_config(schema, config, code="modeling_kimi_linear", model="m").name == "kimi_k3"
+    assert family_of_config(schema, config, code="modeling_kimi", model="m").name == "kimi_linear_remote"
+    assert family_of_config(schema, config, code=None, model="m").name == "kimi_linear"
+
+
+def test_the_file_with_the_code_is_read_off_the_config(tmp_path):
+    config = {"auto_map": {"AutoModelForCausalLM": "someone/kimi--modeling_kimi.KimiLinearForCausalLM"}}
+    trusting = settings(tmp_path, tmp_path, ["residuals"])
+    assert own_code(trusting, config) == "modeling_kimi"
+    assert own_code(trusting.model_copy(update={"trust_remote_code": False}), config) is None
+
+
+def test_code_that_no_family_covers_is_named():
+    with pytest.raises(UsageError, match=r"loaded by its checkpoint's own modeling_other\.py, which no family"):
+        family_of_config(load_schema(), {"model_type": "kimi_linear"}, code="modeling_other", model="m")
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, "eager"), ("sdpa", "sdpa")])
+def test_attention_is_what_was_asked_for_although_the_code_forces_another(asked, found, tmp_path):
+    folder = save_with_code(tmp_path / f"checkpoint_{found}", k3_model())
+    prepared = prepare(settings(folder, tmp_path, ["residuals"], attention=asked))
+    model = load_model(prepared.settings, prepared.architecture)
+    assert model.language_model.config._attn_implementation == found
+    with torch.inference_mode():
+        assert model(input_ids=torch.tensor([[5, 6]])).logits.isfinite().all()
