@@ -14,6 +14,8 @@ from kimicap import kda, recomputed
 from kimicap.architecture import Want
 from kimicap.rows import Rows
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of fla's delta-rule kernel."""
 SLICE_BYTES = 256 * 2**20
 """Largest temporary on the device."""
 
@@ -88,19 +90,49 @@ def states(
     """States after the chosen tokens, ``[position, head, key_dim, value_dim]`` float32, a slice of heads at a time."""
     del returned
     positions, heads = want.request.positions, want.heads or range(keys.shape[2])
+    live = [row for row, count in enumerate(rows.counts) if count]
+    windows = {
+        row: positions.window(rows.past[row], rows.counts[row], rows.past[row] + rows.counts[row]) for row in live
+    }
+    live = [row for row in live if windows[row][1]]
+    if not live:
+        return
+    last = positions.kind == "last"
+    at = sorted(
+        {o + i * positions.step for o, number, _ in windows.values() for i in range(number)} if not last else ()
+    )
+    place_of = {position: place for place, position in enumerate(at)}
+    lengths = torch.tensor([rows.counts[row] for row in live])
+    head_bytes = len(live) * max(1, len(at)) * keys.shape[3] * values.shape[3] * 4
+    each = max(1, SLICE_BYTES // head_bytes)
+    for first in range(0, len(heads), each):
+        chosen = list(heads[first : first + each])
+        factors = [_heads_of(_of(tensor, live, rows), chosen) for tensor in (keys, values, decays, betas)]
+        before = None if initial is None else initial[live][:, chosen]
+        found, final = kda.states_at(*factors, at=at, initial=before, lengths=lengths)
+        for place, row in enumerate(live):
+            places = [place_of[position] for position in ([] if last else chosen_at[row])]
+            tensor = final[place, None] if last else _adjoining(found[place], places)
+            yield Piece(row=row, tensor=tensor, slot=windows[row][2], head=first, complete=first + each >= len(heads))
+
+
+def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torch.Tensor) -> Iterator[Piece]:
+    """States after the chosen tokens as the chunked kernel had them, in its own dtype.
+
+    Args:
+        want: Positions must be ends of the kernel's chunks of 64, or the last of rows without padding.
+        rows: The rows of this forward, each from the kernel's first token on.
+        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk.
+        returned: ``[batch, head, key_dim, value_dim]``, the state after the last.
+    """
+    assert rows.aligned, "checked with the settings"
+    positions = want.request.positions
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
-        offset, number, slot = positions.window(past, count, past + count) if count else (0, 0, 0)
-        if not number:
-            continue
-        at = range(offset, offset + number * positions.step, positions.step)
-        head_bytes = number * keys.shape[3] * values.shape[3] * 4
-        each = max(1, SLICE_BYTES // head_bytes)
-        for first in range(0, len(heads), each):
-            chosen = list(heads[first : first + each])
-            factors = [_of(tensor, [row], rows)[:, :count][:, :, chosen] for tensor in (keys, values, decays, betas)]
-            before = None if initial is None else initial[row : row + 1, chosen]
-            found = kda.states_at(*factors, at=at, initial=before)[0][0]
-            yield Piece(row=row, tensor=found, slot=slot, head=first, complete=first + each >= len(heads))
+        offset, number, slot = positions.window(past, count, past + count)
+        ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
+        if ends:
+            after = torch.cat([chunks[row], returned[row, None].to(chunks.dtype)])
+            yield Piece(row=row, tensor=pick_heads(after[ends], want, 1), slot=slot)
 
 
 def attention_scores(
@@ -180,6 +212,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             next_token_probs,
             final_state,
             states,
+            chunk_states,
             attention_scores,
             attention_probabilities,
             expert_outputs,
@@ -203,6 +236,18 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _of(tensor: torch.Tensor, chosen: Sequence[int], rows: Rows) -> torch.Tensor:
     """The chosen rows ``[row, position, …]``, moved so that position 0 is the first real token."""
     if rows.aligned:
-        return tensor[list(chosen)]
+        return tensor if len(chosen) == len(tensor) else tensor[list(chosen)]
     parts = [tensor[row, rows.starts[row] : rows.starts[row] + rows.counts[row]] for row in chosen]
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+def _heads_of(tensor: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+    """The chosen heads of ``[row, position, head, …]``, without a copy where they are all."""
+    return tensor if len(chosen) == tensor.shape[2] else tensor[:, :, list(chosen)]
+
+
+def _adjoining(tensor: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Entries of the first axis, as a view where they adjoin."""
+    if places[-1] - places[0] == len(places) - 1:
+        return tensor[places[0] : places[-1] + 1]
+    return tensor[list(places)]

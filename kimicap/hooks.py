@@ -38,7 +38,20 @@ class Recorder:
         kernels: Functions seen at each call site, with where they come from.
     """
 
-    def __init__(self, model: torch.nn.Module, architecture: Architecture, wants: Sequence[Want], sink: Sink) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        architecture: Architecture,
+        wants: Sequence[Want],
+        sink: Sink,
+        *,
+        fast: bool = False,
+    ) -> None:
+        self._fast = fast
+        self._sites = {
+            part: {name: site.fast if fast and site.fast else site for name, site in sites.items()}
+            for part, sites in architecture.family.sites.items()
+        }
         self.rows = Rows(width_tokens=0, starts=(), counts=(), past=())
         self.fired: set[tuple[str, int | None]] = set()
         self.dtypes: dict[str, str] = {}
@@ -81,7 +94,7 @@ class Recorder:
         expected = {
             (want.value.key, block)
             for (part, name), want in self._wants.items()
-            if not self._architecture.family.sites[part][name].absent
+            if not self._sites[part][name].absent
             for block in self._blocks(want, part)
         }
         return sorted(expected - self.fired, key=str)
@@ -97,7 +110,7 @@ class Recorder:
 
     def _needed(self, part: str, block: int | None) -> list[Site]:
         """Sites of a part that must be read in a block: the values wanted, and what they are computed from."""
-        sites = self._architecture.family.sites[part]
+        sites = self._sites[part]
         names = [n for (p, n), want in self._wants.items() if p == part and block in self._blocks(want, part)]
         needed: dict[str, Site] = {}
         while names:
@@ -203,6 +216,7 @@ class Recorder:
 
     def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
         names, origin = tuple(inspect.signature(original).parameters), _origin(original)
+        ask = {**call.ask, **(call.fast if self._fast else {})}
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             if self._paused or call.part not in self._running:
@@ -210,7 +224,12 @@ class Recorder:
             block = self._running[call.part]
             if not self._is_meant(call, block, names, args, kwargs):
                 return original(*args, **kwargs)
-            output = original(*args, **{**kwargs, **call.ask})
+            output = original(*args, **{**kwargs, **ask})
+            if self._fast and call.returns is not None and len(output) == call.returns:
+                raise UsageError(
+                    "--states fast needs flash-linear-attention's kernels, but the model runs without them; install "
+                    "flash-linear-attention and run on a GPU, or use --states exact."
+                )
             self.kernels[call.name] = origin
             for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
@@ -224,7 +243,7 @@ class Recorder:
                         results = (output,) if isinstance(output, torch.Tensor) else output
                         found = _item(site.result, results, where)
                     self._read(site, block, found, where)
-            return output
+            return output if call.returns is None else output[: call.returns]
 
         # Other calls may wrap the same function: signature and origin are those of the innermost.
         recording.__wrapped__ = original  # type: ignore[attr-defined]

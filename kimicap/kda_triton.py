@@ -39,7 +39,7 @@ class Tile:
             run side by side.
     """
 
-    block_v: int = 16
+    block_v: int = 32
     num_warps: int = 1
     num_stages: int = 1
     max_registers: int | None = None

@@ -136,10 +136,28 @@ def _check(settings: Settings, wants: Sequence[Want]) -> None:
         raise UsageError("--forced decodes given tokens; say how many with --generate.")
     if settings.generate and settings.split_long == "continue":
         raise UsageError("--generate does not go with --split-long continue; decode from whole rows.")
+    if settings.states == "fast":
+        _check_fast(settings, wants)
     scored = [want.value.key for want in wants if "key" in want.value.layout]
     if settings.split_long == "continue" and scored:
         raise UsageError(
             f"{scored[0]} reaches back over the cut of --split-long continue; use --split-long fresh, or leave it out."
+        )
+
+
+def _check_fast(settings: Settings, wants: Sequence[Want]) -> None:
+    """The kernel has states only at the ends of its chunks, and chunks begin where the forward does."""
+    for want in wants:
+        positions = want.request.positions
+        if want.value.name != "states" or (positions.kind == "every" and positions.step % 64 == 0):
+            continue
+        raise UsageError(
+            f"--states fast has states only after every 64th token, not for {want.value.name}@{positions}; ask for "
+            "@every:64 (or a multiple), or leave it out."
+        )
+    if settings.generate:
+        raise UsageError(
+            "--states fast does not go with --generate; leave it out to have the states of decoded tokens."
         )
 
 

@@ -60,6 +60,7 @@ class Site:
     whole: bool = False
     keep: str = "last"
     overwritten: bool = False
+    fast: "Site | None" = None
 
     def __str__(self) -> str:
         """How the site is named in errors and in the array's ``site`` attribute."""
@@ -95,6 +96,8 @@ class Call:
     attention: bool
     where: Mapping[str, str]
     ask: Mapping[str, Any]
+    fast: Mapping[str, Any]
+    returns: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +234,8 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
             where=call.get("where", {}),
             attention=call.get("attention", False),
             ask=call.get("ask", {}),
+            fast=call.get("fast", {}),
+            returns=call.get("returns"),
         )
         for key, call in row.get("calls", {}).items()
     }
@@ -260,10 +265,13 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
 
 
 def _site(part: str, name: str, row: Mapping[str, Any]) -> Site:
-    fields = {key: value for key, value in row.items() if key not in ("from", "axes", "layout", "numbers")}
+    fields = {key: value for key, value in row.items() if key not in ("from", "axes", "layout", "numbers", "fast")}
     axes, layout = (tuple(row[key]) if key in row else None for key in ("axes", "layout"))
     numbers = {key: _many(expression) for key, expression in row.get("numbers", {}).items()}
-    return Site(name=name, part=part, inputs=row.get("from", {}), numbers=numbers, axes=axes, layout=layout, **fields)
+    fast = _site(part, name, row["fast"]) if "fast" in row else None
+    return Site(
+        name=name, part=part, inputs=row.get("from", {}), numbers=numbers, axes=axes, layout=layout, fast=fast, **fields
+    )
 
 
 def _many(item: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ COMPUTED = (
     "next_token_probs",
     "final_state",
     "states",
+    "chunk_states",
     "attention_scores",
     "attention_probabilities",
     "expert_outputs",
@@ -60,8 +61,17 @@ _SITE = {
     "whole": bool,
     "keep": str,
     "overwritten": bool,
+    "fast": dict,
 }
-_CALL = {"functions": list, "method": str, "where": dict, "attention": bool, "ask": dict}
+_CALL = {
+    "functions": list,
+    "method": str,
+    "where": dict,
+    "attention": bool,
+    "ask": dict,
+    "fast": dict,
+    "returns": int,
+}
 
 
 def problems_of(tree: Mapping[str, Any]) -> list[str]:
@@ -160,6 +170,8 @@ def _site(
     if not name.startswith("_") and name not in _table(tree["values"].get(host)):
         values = _table(tree["values"].get(host))
         yield f"{path}: host {host!r} has no value of this name{_nearest(name, values)}"
+    if "fast" in site:
+        yield from _site(f"{path}.fast", name, site["fast"], family, siblings, tree, host)
     reads = [key for key in READS if key in site]
     if len(reads) != 1:
         yield f"{path}: needs exactly one of {', '.join(READS)}, found {', '.join(reads) or 'none'}"

@@ -47,6 +47,7 @@ class Session:
 
     def __init__(self, prepared: Prepared, model: torch.nn.Module) -> None:
         self._prepared, self._model = prepared, model
+        self._fast = prepared.settings.states == "fast"
 
     def probe(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """A few tokens through the hooks, so that a site that does not fit fails before anything is written.
@@ -62,7 +63,7 @@ class Session:
         def sink(key: str, block: int | None, piece: Piece) -> None:
             seen.add(key)
 
-        recorder = Recorder(self._model, self._prepared.architecture, self._prepared.wants, sink)
+        recorder = Recorder(self._model, self._prepared.architecture, self._prepared.wants, sink, fast=self._fast)
         runner = self._runner(recorder)
         with recorder.attached():
             runner.prompts([self._prepared.sequences.tokens(0)[:PROBE_TOKENS]])
@@ -99,7 +100,7 @@ class Session:
             decoding=self._decoding(),
             continued=settings.split_long == "continue",
         )
-        recorder = Recorder(self._model, prepared.architecture, prepared.wants, loop.sink)
+        recorder = Recorder(self._model, prepared.architecture, prepared.wants, loop.sink, fast=self._fast)
         with signals(loop.stop):
             yield from loop.run(self._runner(recorder), recorder, blocks)
 

@@ -1,13 +1,14 @@
 """Whole runs of models that bring their own code: found by their config, loaded, captured, sealed."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import xarray
 
-from kimicap.architecture import family_of_config
+from kimicap.architecture import family_of_config, read_architecture
 from kimicap.config import load_settings
 from kimicap.errors import UsageError
 from kimicap.models import load_model, own_code
@@ -63,10 +64,7 @@ def test_a_run_stores_what_the_oracle_says(kind, generate, tmp_path):
             assert np.allclose(np.nansum(weights, -1), 1, atol=1e-6)
             assert_close(tree["stored_sums"][row, :length].values, expected["model.stored_sums"][None], rel=2e-4)
             assert tree["mlp/expert_outputs"].dims == ("layer", "sequence", "position", "slot", "latent")
-            assert (
-                "restarts" in tree["layers/layer_output"].attrs["long_name"]
-                or "group" in (tree["layers/layer_output"].attrs["long_name"])
-            )
+            assert "where a group of blocks starts" in tree["layers/layer_output"].attrs["long_name"]
 
 
 def test_the_release_is_known_by_its_config():
@@ -77,6 +75,19 @@ def test_the_release_is_known_by_its_config():
     assert family_of_config(schema, config, code="modeling_kimi_linear", model="m").name == "kimi_k3"
     assert family_of_config(schema, config, code="modeling_kimi", model="m").name == "kimi_linear_remote"
     assert family_of_config(schema, config, code=None, model="m").name == "kimi_linear"
+
+
+def test_the_release_has_the_sizes_of_its_config():
+    config = json.loads((Path(__file__).parent / "data" / "kimi-k3-config.json").read_text())
+    schema = load_schema()
+    found = read_architecture(schema.families["kimi_k3"], config)
+    assert (found.layers, len(found.blocks["kda"]), len(found.blocks["mla"])) == (93, 69, 24)
+    assert (found.blocks["dense"], found.blocks["mla"][-2:]) == ((0,), (91, 92))
+    sizes = {"model.hidden": 7168, "model.source": 9, "linear_attn.head": 96, "self_attn.qk_dim": 192,
+             "self_attn.v_dim": 128, "self_attn.query_latent_dim": 1536, "mlp.latent": 3584, "mlp.expert": 896,
+             "mlp.slot": 16}  # fmt: skip
+    assert {key: found.size(*key.split(".")) for key in sizes} == sizes
+    assert [key for key, value in schema.values.items() if found.why_missing(value)] == []
 
 
 def test_the_file_with_the_code_is_read_off_the_config(tmp_path):

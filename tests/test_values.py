@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kimicap.forwards import Runner
 from kimicap.hooks import Recorder
 from kimicap.rows import Rows
-from tests.capturing import Captured, all_values, architecture, capture_decoded, capture_prompts
+from tests.capturing import Captured, Collector, all_values, architecture, capture_decoded, capture_prompts, wants
 from tests.compare import assert_close, same_experts, slots_like
 from tests.models import tiny_model
 from tests.oracle import reference
@@ -299,3 +299,35 @@ def test_any_model_and_any_batch(data):
         else data.draw(properties.batches)
     )
     check_against_oracle(model, capture_prompts(model, rows), rows, rel=1e-4)
+
+
+def test_fast_states_are_those_before_the_kernels_chunks(model, monkeypatch):
+    """A stand-in for fla's kernel: the torch rule, with the states entering each chunk as a third result."""
+    import transformers.models.kimi_linear.modeling_kimi_linear as modelling
+
+    plain = modelling.chunk_kimi_delta_attention
+
+    def kernel(query, key, value, g, beta, return_intermediate_states=False, **rest):
+        outputs = plain(query, key, value, g=g, beta=beta, **rest)
+        if not return_intermediate_states:
+            return outputs
+        entering = [
+            plain(query[:, :n], key[:, :n], value[:, :n], g=g[:, :n], beta=beta[:, :n], **rest)[1]
+            for n in range(64, key.shape[1], 64)
+        ]
+        return (*outputs, torch.stack([torch.zeros_like(outputs[1]), *entering], 1).bfloat16())
+
+    monkeypatch.setattr(modelling, "chunk_kimi_delta_attention", kernel)
+    rows = [list(range(3, 131)), list(range(90, 160)), [5] * 30]
+    exact = capture_prompts(model, rows, ["states@every:64"])
+    found = architecture(model)
+    wanted = wants(found, ["states@every:64", "logits"])
+    sink = Collector(wanted)
+    recorder = Recorder(model, found, wanted, sink, fast=True)
+    with recorder.attached():
+        Runner(model, found, recorder, head=True).prompts([np.asarray(row, np.int32) for row in rows])
+    fast = {place: tensor for place, tensor in sink.rows().items() if place[0] == "linear_attn.states"}
+    assert fast.keys() == exact.keys()
+    assert {fast["linear_attn.states", 0, row].shape[0] for row in (0, 1)} == {2, 1}
+    for (key, block, row), expected in exact.items():
+        assert_close(fast[key, block, row].float(), expected, rel=5e-3, rel_max=0.1, name=key, layer=block)
