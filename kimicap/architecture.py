@@ -148,40 +148,72 @@ def resolve(
     Raises:
         UsageError: A value the model lacks, or a selection outside it or that leaves nothing.
     """
+    requests = [replace(request, value=architecture.value(request.value)) for request in requests]
     wants = []
     for request in requests:
-        request = replace(request, value=architecture.value(request.value))
-        why = architecture.why_missing(request.value)
+        value = request.value
+        why = architecture.why_missing(value)
         if why:
-            raise UsageError(
-                f"This model has no {request.value.key}: {why}. `kimicap values --model ...` lists what it has."
-            )
-        if not any(site.batch is not None for site in architecture.sites(request.value)):
-            blocks = () if request.value.host == "model" else _blocks(architecture, request, layers)
-            wants.append(Want(request=request, blocks=blocks, heads=_heads(architecture, request, heads)))
+            raise UsageError(f"This model has no {value.key}: {why}. `kimicap values --model ...` lists what it has.")
+        if any(site.batch is not None for site in architecture.sites(value)):
+            if request.positions.kind != "all":
+                raise UsageError(f"{value.name} is whole in every capture; drop @{request.positions}.")
+        elif value.host == "model":
+            _check_top(architecture, request)
+            wants.append(Want(request=request, blocks=(), heads=None))
+        else:
+            blocks = _blocks(architecture, request, layers)
+            if not blocks and not _named_elsewhere(architecture, request, requests, layers):
+                raise UsageError(_none_left(architecture, request, layers))
+            if blocks:
+                wants.append(Want(request=request, blocks=blocks, heads=_heads(architecture, request, heads)))
     return wants
 
 
 def _blocks(architecture: Architecture, request: Request, layers: str | None) -> tuple[int, ...]:
+    """Blocks that have the value and are chosen."""
+    text, what = _layers_text(request, layers)
     blocks = architecture.blocks_of(request.value)
-    text = request.layers or layers
     if text is None:
         return blocks
-    what = "--layers" if request.layers is None else f"{request.value.name}@layers"
     chosen = parse_numbers(text, architecture.layers, what=what)
-    kept = tuple(block for block in blocks if block in chosen)
-    if not kept:
+    return tuple(block for block in blocks if block in chosen)
+
+
+def _layers_text(request: Request, layers: str | None) -> tuple[str | None, str]:
+    """The blocks as written, and where."""
+    return (layers, "--layers") if request.layers is None else (request.layers, f"{request.value.name}@layers")
+
+
+def _named_elsewhere(
+    architecture: Architecture, request: Request, requests: Sequence[Request], layers: str | None
+) -> bool:
+    """Whether a bare name means another host's value too, of which some blocks are chosen."""
+    return not request.dotted and any(
+        other.value.name == request.value.name and not other.dotted and _blocks(architecture, other, layers)
+        for other in requests
+    )
+
+
+def _none_left(architecture: Architecture, request: Request, layers: str | None) -> str:
+    text, what = _layers_text(request, layers)
+    return (
+        f"{what} {text} holds no {request.value.key}; it exists in "
+        f"{ranges(architecture.blocks_of(request.value))}. Choose among these."
+    )
+
+
+def _check_top(architecture: Architecture, request: Request) -> None:
+    if request.top is not None and request.top > (size := architecture.size("model", "vocab")):
         raise UsageError(
-            f"{what} {text} holds no {request.value.key}; it exists in {ranges(blocks)}. Choose among these."
+            f"{request.value.name}@top:{request.top} asks for more than the vocabulary of {size}; choose fewer."
         )
-    return kept
 
 
 def _heads(architecture: Architecture, request: Request, heads: str | None) -> tuple[int, ...] | None:
-    text = request.heads or heads
+    text, what = (heads, "--heads") if request.heads is None else (request.heads, f"{request.value.name}@heads")
     if "head" not in request.value.layout or text is None:
         return None
-    what = "--heads" if request.heads is None else f"{request.value.name}@heads"
     return parse_numbers(text, architecture.size(request.value.host, "head"), what=what)
 
 

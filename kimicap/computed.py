@@ -91,16 +91,16 @@ def states(
     del returned
     positions, heads = want.request.positions, want.heads or range(keys.shape[2])
     live = [row for row, count in enumerate(rows.counts) if count]
-    windows = {
-        row: positions.window(rows.past[row], rows.counts[row], rows.past[row] + rows.counts[row]) for row in live
-    }
+    windows = {}
+    for row in live:
+        past, count = rows.past[row], rows.counts[row]
+        windows[row] = positions.window(past, count, past + count)
     live = [row for row in live if windows[row][1]]
     if not live:
         return
     last = positions.kind == "last"
-    at = sorted(
-        {o + i * positions.step for o, number, _ in windows.values() for i in range(number)} if not last else ()
-    )
+    chosen_at = {row: [windows[row][0] + at * positions.step for at in range(windows[row][1])] for row in live}
+    at = [] if last else sorted(set().union(*chosen_at.values()))
     place_of = {position: place for place, position in enumerate(at)}
     lengths = torch.tensor([rows.counts[row] for row in live])
     head_bytes = len(live) * max(1, len(at)) * keys.shape[3] * values.shape[3] * 4

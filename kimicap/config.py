@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,10 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kimicap.errors import UsageError
+from kimicap.selection import split_values
 
+MOST = 2**31 - 1
+"""Largest number of anything that is counted; token numbers are int32."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -29,22 +33,34 @@ def parse_bytes(text: Any) -> Any:
     """
     if not isinstance(text, str):
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]i?B)?\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError("write a size like 4GiB or 500MB")
-    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+    return int(Fraction(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _one_a_value(value: Any) -> Any:
+    """A list with one entry a value, so that every way to write the same values has the same digest."""
+    many = [value] if isinstance(value, str) else value
+    return split_values(many) if isinstance(many, list) and all(isinstance(item, str) for item in many) else many
 
 
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def _numbers(value: Any) -> Any:
+    """Text of ``3`` or ``[0, 3]``, as YAML reads them."""
+    many = value if isinstance(value, list) else [value]
+    whole = many and all(isinstance(item, int) and not isinstance(item, bool) for item in many)
+    return ",".join(map(str, many)) if whole else value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-Numbers = Annotated[str, BeforeValidator(_text)]
+def _split_long(value: Any) -> Any:
+    """YAML's ``true`` and ``false``."""
+    return {True: "fresh", False: None}[value] if isinstance(value, bool) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=2**20)]
+Numbers = Annotated[Text, BeforeValidator(_numbers)]
 
 
 class Settings(BaseModel):
@@ -52,17 +68,19 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True)
 
-    model: str = Field(description="Hub id or local folder of the model.", json_schema_extra={"data": True})
+    model: Text = Field(description="Hub id or local folder of the model.", json_schema_extra={"data": True})
     random_weights: bool = Field(
         False,
         description="Build the model from its config with seeded random weights.",
         json_schema_extra={"data": True},
     )
-    seed: int = Field(0, description="Seed of --random-weights and of sampling.", json_schema_extra={"data": True})
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        0, description="Seed of --random-weights and of sampling.", json_schema_extra={"data": True}
+    )
     trust_remote_code: bool = Field(
         False, description="Run the modelling code that the checkpoint carries.", json_schema_extra={"data": True}
     )
-    revision: str | None = Field(
+    revision: Text | None = Field(
         None, description="Revision of the model on the hub.", json_schema_extra={"data": True}
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -70,44 +88,44 @@ class Settings(BaseModel):
         description="Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.",
         json_schema_extra={"data": True},
     )
-    device: str | None = Field(None, description="Where the model runs; a GPU if there is one.")
-    device_map: str | None = Field(None, description="Spread the model with accelerate: auto, balanced, sequential.")
-    attention: str | None = Field(
+    device: Text | None = Field(None, description="Where the model runs; a GPU if there is one.")
+    device_map: Text | None = Field(None, description="Spread the model with accelerate: auto, balanced, sequential.")
+    attention: Text | None = Field(
         None,
         description="Attention implementation: eager, sdpa, flash_attention_2, ….",
         json_schema_extra={"data": True},
     )
-    experts: str | None = Field(
+    experts: Text | None = Field(
         None, description="Experts implementation: eager, batched_mm, grouped_mm.", json_schema_extra={"data": True}
     )
 
-    dataset: str = Field(
+    dataset: Text = Field(
         description="Hub id, or a local jsonl, json, csv, txt, parquet or arrow file or folder.",
         json_schema_extra={"data": True},
     )
-    subset: str | None = Field(None, description="Configuration of a hub dataset.", json_schema_extra={"data": True})
-    split: str | None = Field(
+    subset: Text | None = Field(None, description="Configuration of a hub dataset.", json_schema_extra={"data": True})
+    split: Text | None = Field(
         None, description="Split of the dataset; train by default.", json_schema_extra={"data": True}
     )
     streaming: bool = Field(False, description="Stream the dataset instead of downloading it whole.")
-    text_column: str | None = Field(
+    text_column: Text | None = Field(
         None, description="Column of text; `text` by default.", json_schema_extra={"data": True}
     )
-    messages_column: str | None = Field(
+    messages_column: Text | None = Field(
         None,
         description="Column of chat messages, put through the tokenizer's template.",
         json_schema_extra={"data": True},
     )
-    input_ids_column: str | None = Field(None, description="Column of token ids.", json_schema_extra={"data": True})
-    tokenizer: str | None = Field(
+    input_ids_column: Text | None = Field(None, description="Column of token ids.", json_schema_extra={"data": True})
+    tokenizer: Text | None = Field(
         None,
         description="Another tokenizer than the model's; `bytes` is one token a byte.",
         json_schema_extra={"data": True},
     )
-    seq_len: Annotated[int, Field(ge=1)] | None = Field(
+    seq_len: Count | None = Field(
         None, description="Longest sequence kept, in tokens; longer rows are cut.", json_schema_extra={"data": True}
     )
-    split_long: Literal["fresh", "continue"] | None = Field(
+    split_long: Annotated[Literal["fresh", "continue"] | None, BeforeValidator(_split_long)] = Field(
         None,
         description="Longer rows go on in the next sequence: with a fresh state, or continue with the state so far.",
         json_schema_extra={"data": True},
@@ -115,11 +133,9 @@ class Settings(BaseModel):
     pack: bool = Field(
         False, description="Concatenate rows into full windows of --seq-len tokens.", json_schema_extra={"data": True}
     )
-    limit: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Number of sequences.", json_schema_extra={"data": True}
-    )
+    limit: Count | None = Field(None, description="Number of sequences.", json_schema_extra={"data": True})
 
-    values: Annotated[list[str], BeforeValidator(_listed)] = Field(
+    values: Annotated[list[Text], BeforeValidator(_one_a_value)] = Field(
         description="Values to capture, each optionally @ its selection; `kimicap values` lists them.",
         json_schema_extra={"data": True},
     )
@@ -134,7 +150,7 @@ class Settings(BaseModel):
         description="`states` from a float32 recurrence (exact), or the kernel's own bfloat16 ones (fast).",
         json_schema_extra={"data": True},
     )
-    generate: Annotated[int, Field(ge=0)] = Field(
+    generate: Annotated[int, Field(ge=0, le=MOST)] = Field(
         0, description="Tokens to decode after each prompt, captured too.", json_schema_extra={"data": True}
     )
     forced: bool = Field(
@@ -142,25 +158,21 @@ class Settings(BaseModel):
         description="With --generate: the last N given tokens are decoded one by one instead of sampled.",
         json_schema_extra={"data": True},
     )
-    temperature: Annotated[float, Field(ge=0, strict=False)] = Field(
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.0, description="Temperature of --generate; 0 takes the likeliest token.", json_schema_extra={"data": True}
     )
 
-    batch_tokens: Annotated[int, Field(ge=1)] = Field(16384, description="Tokens that go through the model at once.")
-    batch_size: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Sequences that go through the model at once, at most."
-    )
-    block_sequences: Annotated[int, Field(ge=1)] | None = Field(
+    batch_tokens: Count = Field(16384, description="Tokens that go through the model at once.")
+    batch_size: Count | None = Field(None, description="Sequences that go through the model at once, at most.")
+    block_sequences: Count | None = Field(
         None, description="Sequences of a block, the unit of commit and resume.", json_schema_extra={"data": True}
     )
     store_dtype: Literal["lossless", "float16", "float32"] = Field(
         "lossless", description="Dtype of stored floats.", json_schema_extra={"data": True}
     )
     codec: Literal["lz4", "zstd", "none"] = Field("lz4", description="Compression.", json_schema_extra={"data": True})
-    memory: Annotated[Bytes, Field(ge=2**20)] = Field(
-        8 * 2**30, description="Host memory for slots and writers, e.g. 4GiB."
-    )
-    out: str = Field(description="Folder of the capture.")
+    memory: Bytes = Field(8 * 2**30, description="Host memory for slots and writers, e.g. 4GiB.")
+    out: Text = Field(description="Folder of the capture.")
     schema_file: Path | None = Field(
         None,
         alias="schema",
@@ -185,19 +197,26 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def load_settings(file: Path | None, flags: Mapping[str, Any]) -> Settings:
+def load_settings(
+    file: Path | None, flags: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
+) -> Settings:
     """The file's settings, overridden by the flags that were given.
+
+    Args:
+        file: YAML, or None.
+        flags: By name; None means not given.
+        defaults: What holds where neither says.
 
     Raises:
         UsageError: The file cannot be read, or some settings are unknown, missing or wrong; all are listed.
     """
     tree = {} if file is None else _read(file)
-    merged = {**tree, **{name: value for name, value in flags.items() if value is not None}}
+    given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return Settings(**merged)
+        return Settings.model_validate({**(defaults or {}), **tree, **given})
     except ValidationError as error:
-        problems = [_sentence(dict(problem), file, tree) for problem in error.errors()]
-    raise UsageError("\n".join(problems))
+        problems = [_sentence(dict(problem), file, given) for problem in error.errors()]
+    raise UsageError("\n".join(dict.fromkeys(problems)))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -212,16 +231,38 @@ def _read(file: Path) -> dict[str, Any]:
     return tree
 
 
-def _sentence(problem: dict[str, Any], file: Path | None, tree: Mapping[str, Any]) -> str:
+_EXPECTED = {
+    "string_type": "it must be text",
+    "string_too_short": "it must not be empty",
+    "int_type": "it must be a whole number",
+    "float_type": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "list_type": "it must be a list, or text with commas",
+    "path_type": "it must be a path",
+    "literal_error": "it must be {expected}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "value_error": "{error}",
+}
+"""What is expected, by pydantic's type of problem."""
+
+
+def _sentence(problem: dict[str, Any], file: Path | None, flags: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0])
     flag = "--" + name.replace("_", "-")
-    where = f"{file}: {name}" if name in tree else flag
     if problem["type"] == "missing":
         return f"{flag} is missing; give it as a flag or in a config file."
-    if problem["type"] == "extra_forbidden":
+    where = flag if file is None or name in flags else f"{file}: {name}"
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
         names = [field.alias or key for key, field in Settings.model_fields.items()]
         close = get_close_matches(name, names, n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        hint = f" Did you mean {' or '.join(close)}?" if close else " `kimicap run --help` lists the settings."
         return f"{where} is not a setting.{hint}"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where} is {problem['input']!r}: {message[:1].lower()}{message[1:]}."
+    expected = _EXPECTED[problem["type"]].format(**problem.get("ctx", {}))
+    if name == "memory" and problem["type"] != "value_error":
+        expected = "write a size like 4GiB or 500MB, at least 1MiB"
+    if name in ("layers", "heads"):
+        expected = "write numbers and ranges like 0-3,8,-1"
+    found = "empty" if problem["input"] in (None, "") else repr(problem["input"])
+    return f"{where} is {found}; {expected}."

@@ -26,15 +26,15 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 class MissingKey(Exception):
-    """The config lacks a key (or holds null) that an expression needs."""
+    """The config lacks a key that an expression needs, or holds null or something else than a fitting value there."""
 
 
 def check(expression: str) -> str | None:
     """What is wrong with the expression's notation, or None."""
     try:
         tree = ast.parse(expression, mode="eval")
-    except SyntaxError as error:
-        return f"cannot be read ({error.msg})"
+    except (SyntaxError, ValueError) as error:
+        return f"cannot be read ({error.msg if isinstance(error, SyntaxError) else error})"
     allowed: tuple[type[ast.AST], ...] = (ast.Expression, ast.Name, ast.Attribute, ast.Constant, ast.Subscript)
     allowed += (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Not, ast.And, ast.Or, ast.Compare, ast.Load, *_BINARY)
     for node in ast.walk(tree):
@@ -47,9 +47,12 @@ def evaluate(expression: str, config: Mapping[str, Any]) -> Any:
     """The expression's value over ``config``.
 
     Raises:
-        MissingKey: A key is not there, or holds null.
+        MissingKey: A key is not there, holds null, or holds something of another kind or length than is needed.
     """
-    return _evaluate(ast.parse(expression, mode="eval").body, config)
+    try:
+        return _evaluate(ast.parse(expression, mode="eval").body, config)
+    except (TypeError, LookupError, ArithmeticError):
+        raise MissingKey(f"fitting values for {expression}") from None
 
 
 def first(expressions: Sequence[str], config: Mapping[str, Any]) -> Any:

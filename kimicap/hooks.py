@@ -7,7 +7,7 @@ stay bit for bit what they are without.
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from kimicap import computed, expressions
 from kimicap.architecture import Architecture, Want
+from kimicap.callsites import functions_of, origin_of, replaced
 from kimicap.computed import Piece, pick_heads
 from kimicap.errors import UsageError
 from kimicap.rows import Rows, to_layout
@@ -202,7 +203,7 @@ class Recorder:
     def _wrap_call(self, stack: ExitStack, call: Call, host: torch.nn.Module) -> None:
         """Puts a recording wrapper in the place of each of the call's functions, once for all blocks."""
         modelling = sys.modules[type(host).__module__]
-        for namespace, name in _functions(call, host, modelling):
+        for namespace, name in functions_of(call, host, modelling):
             original = namespace.get(name) if call.method is None else getattr(host, name, None)
             if original is None:
                 where = modelling.__name__ if call.method is None else type(host).__name__
@@ -212,10 +213,10 @@ class Recorder:
                 )
             if (self, call.name) in getattr(original, "recorders", ()):
                 continue
-            stack.enter_context(_replaced(namespace, name, self._wrapper(call, original)))
+            stack.enter_context(replaced(namespace, name, self._wrapper(call, original)))
 
     def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
-        names, origin = tuple(inspect.signature(original).parameters), _origin(original)
+        names, origin = tuple(inspect.signature(original).parameters), origin_of(original)
         ask = {**call.ask, **(call.fast if self._fast else {})}
 
         def recording(*args: Any, **kwargs: Any) -> Any:
@@ -377,46 +378,3 @@ def _item(which: str | int | None, output: Any, where: str) -> Any:
         return output[which]
     except (IndexError, KeyError, TypeError):
         raise UsageError(f"{where}: the output, a {type(output).__name__}, has no item {which!r}.") from None
-
-
-def _functions(
-    call: Call, host: torch.nn.Module, modelling: Any
-) -> list[tuple[MutableMapping[str, Callable[..., Any]], str]]:
-    """Where the call's functions are looked up: a namespace and a name each."""
-    if call.method is not None:
-        return [(vars(host), call.method)]
-    if not call.attention:
-        return [(vars(modelling), name) for name in call.functions]
-    implementation = str(getattr(host.config, "_attn_implementation"))  # noqa: B009
-    if implementation == "eager":
-        return [(vars(modelling), "eager_attention_forward")]
-    return [(modelling.ALL_ATTENTION_FUNCTIONS, implementation)]
-
-
-@contextmanager
-def _replaced(namespace: MutableMapping[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another function under a name, the original back on leaving. Transformers' registry keeps local overrides."""
-    local = getattr(namespace, "_local_mapping", namespace)
-    original = local.get(name)
-    namespace[name] = function
-    try:
-        yield
-    finally:
-        if original is None:
-            del namespace[name]
-        else:
-            namespace[name] = original
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    """Module and name of the code behind a function; transformers hides the kernel it chose in a closure."""
-    inner = function
-    while hasattr(inner, "__wrapped__") or inspect.isfunction(inner):
-        hidden = inspect.getclosurevars(inner).nonlocals.get("implementation") if inspect.isfunction(inner) else None
-        if hidden is not None:
-            inner = hidden
-        elif hasattr(inner, "__wrapped__"):
-            inner = inner.__wrapped__
-        else:
-            break
-    return f"{inner.__module__}.{getattr(inner, '__name__', type(inner).__name__)}"

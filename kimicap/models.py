@@ -75,13 +75,14 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
     """The model, in eval mode, on its device, without gradients.
 
     Raises:
-        UsageError: No weights, an implementation it does not have, or code of another family than the config says.
+        UsageError: No weights, a device or implementation that is not there, or code of another family than the
+            config says.
         RoomError: It does not fit on the device.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(settings.device)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if settings.attention is not None:
         options["attn_implementation"] = settings.attention
@@ -115,6 +116,21 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
     bring_in_uncalled(model, architecture)
     found: torch.nn.Module = model.requires_grad_(False).eval()
     return found
+
+
+def _device(name: str | None) -> "torch.device":
+    """The device of that name; a GPU if there is one where none is named."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError:
+        raise UsageError(f"--device {name!r} is not a device; write cpu, cuda or cuda:N.") from None
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        seen = f"{gpus} GPU(s), numbered from 0" if gpus else "no GPU"
+        raise UsageError(f"--device {name!r} is not there: torch sees {seen}; choose another, or cpu.")
+    return device
 
 
 def check_class(model: "torch.nn.Module", architecture: Architecture) -> None:
@@ -209,14 +225,17 @@ def _transformers_config(settings: Settings) -> Any:
 @contextmanager
 def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
     """Turns what transformers raises into a sentence; neither tokens nor environment get into it."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = (lines[0] if lines else type(error).__name__).rstrip(".")[:300]
+    except (OSError, ValueError, ImportError, KeyError, StrictDataclassError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")[:300]
         raise UsageError(f"The {what} {name} cannot be loaded: {reason}. To mend it, {remedy}.") from error
 
 

@@ -69,6 +69,14 @@ class CapturePlan:
 
         return replace(self, values=tuple(seen(value) for value in self.values))
 
+    def with_layouts(self, layouts: Mapping[str, ArrayLayout]) -> "CapturePlan":
+        """The plan on the arrays of a capture that exists, whose shards may have been cut for other batches."""
+        return replace(
+            self,
+            frame=tuple(layouts.get(array.path, array) for array in self.frame),
+            values=tuple(replace(value, array=layouts.get(value.array.path, value.array)) for value in self.values),
+        )
+
     def block(self, number: int) -> range:
         """Sequence numbers of a block."""
         first = number * self.block_sequences
@@ -87,6 +95,7 @@ def plan_capture(
     together: int = 8,
     store_dtype: str = "lossless",
     model_dtype: str = "float32",
+    codec: str = "lz4",
 ) -> CapturePlan:
     """The plan of a capture.
 
@@ -101,6 +110,7 @@ def plan_capture(
         together: Sequences of full length that one forward takes.
         store_dtype: ``lossless``, ``float32`` or ``float16``.
         model_dtype: The dtype of the model's weights.
+        codec: ``lz4``, ``zstd`` or ``none``.
 
     Raises:
         UsageError: A selection of positions leaves nothing.
@@ -118,14 +128,16 @@ def plan_capture(
     )
     axes = layer_axes(wants)
     values = tuple(plan for want in wants for plan in value_plans(scope, want, axes[want.value.host]))
+    frame = frame_arrays(values, scope, decodes=decodes, packed=packed)
     return CapturePlan(
         values=values,
-        frame=frame_arrays(values, scope, decodes=decodes, packed=packed),
+        frame=frame,
         coordinates=coordinates(values, longest),
         lengths=totals,
         longest_tokens=longest,
         block_sequences=scope.block,
-        disk_bytes=sum(disk_bytes(value, totals, model_dtype) for value in values),
+        disk_bytes=sum(array.nbytes for array in frame)
+        + sum(disk_bytes(value, totals, model_dtype, codec) for value in values),
     )
 
 
@@ -153,26 +165,40 @@ def forward_group(
     full = max(1, batch_tokens // plan.longest_tokens)
     if batch_size is not None:
         full = min(full, batch_size)
-    for size in divisors:
-        if sum(_open_bytes(value, size, all_layers=True) for value in plan.values) <= memory // 2:
-            if size >= min(full, block) or whole:
-                return size, True
-            break
-    if not whole:
-        for size in (size for size in divisors if size <= full):
-            if sum(_open_bytes(value, size, all_layers=False) for value in plan.values) <= memory // 2:
+
+    def needed(size: int, *, all_layers: bool) -> int:
+        return sum(_open_bytes(value, size, block, all_layers=all_layers) for value in plan.values)
+
+    for limit in (memory // 2, memory):  # half is left to shards that are being written, if it can be
+        split = next((size for size in divisors if needed(size, all_layers=True) <= limit), 0)
+        if split and (split >= min(full, block) or whole):
+            return split, True
+        at_once = [] if whole else [size for size in divisors if size <= full]
+        for size in at_once:
+            if needed(size, all_layers=False) <= limit:
                 return size, False
-    least = sum(_open_bytes(value, 1, all_layers=whole) for value in plan.values)
-    if least <= memory:
-        return 1, False
+    least = min(needed(size, all_layers=whole) for size in divisors if size <= full)
     raise RoomError(
-        f"One sequence opens shards of {least / 2**30:.1f} GiB, more than --memory {memory / 2**30:.1f} GiB; give more "
+        f"The shards open at once are {least / 2**30:.1f} GiB, more than --memory {memory / 2**30:.1f} GiB; give more "
         "memory, shorter sequences, or fewer values, layers, heads or positions."
     )
 
 
-def _open_bytes(value: ValuePlan, size: int, *, all_layers: bool) -> int:
-    layers = max(1, len(value.layers))
-    if not all_layers and value.shard_sequences <= size:
-        layers = min(2 * value.shard_layers, layers)
-    return max(size, value.shard_sequences) * layers * value.row_bytes
+def _open_bytes(value: ValuePlan, size: int, block: int, *, all_layers: bool) -> int:
+    """Host bytes of the shards of one value that are open at once, whole ones, as their slots are.
+
+    Args:
+        value: The value.
+        size: Sequences worked on at once.
+        block: Sequences of a block.
+        all_layers: Whether the shards of all blocks of the model stay open. Else those of one are full, and on their
+            way to the disk, before the next ones open, as long as no shard waits for sequences of a later forward.
+    """
+    array = value.array
+    extents = dict(zip(range(len(array.shape)), array.shard, strict=True))
+    sequences = extents.pop(value.leading - 1)
+    shards = max((start + size - 1) // sequences - start // sequences + 1 for start in range(0, block, size))
+    if value.leading == 2 and not all_layers and size % sequences == 0:
+        shards *= min(2, ceil(array.shape[0] / extents.pop(0)))
+    shards *= prod(ceil(array.shape[axis] / extent) for axis, extent in extents.items())
+    return shards * min(array.shard_nbytes, array.nbytes)

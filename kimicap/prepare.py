@@ -1,8 +1,8 @@
 """Everything about a run that is known before weights are loaded: schema, architecture, sequences, plan."""
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kimicap import batches
 from kimicap.architecture import Architecture, Want, resolve
 from kimicap.config import Settings
 from kimicap.errors import RoomError, UsageError
+from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
 from kimicap.plan import CapturePlan, forward_group, plan_capture
 from kimicap.schema import Schema, load_schema
@@ -59,26 +60,7 @@ def prepare(settings: Settings) -> Prepared:
             f"Row {sequences.rows[short]} has {sequences.lengths[short]} tokens, but --forced decodes the last "
             f"{settings.generate} of each row and needs a prompt before them; give longer rows or a smaller --generate."
         )
-    longest = int(sequences.lengths.max()) + (0 if settings.forced else settings.generate)
-    plan = plan_capture(
-        architecture,
-        wants,
-        sequences.lengths,
-        generate=0 if settings.forced else settings.generate,
-        decodes=settings.generate > 0,
-        packed=settings.pack,
-        block_sequences=settings.block_sequences,
-        together=max(1, settings.batch_tokens // longest),
-        store_dtype=settings.store_dtype,
-        model_dtype=_model_dtype(settings, architecture),
-    )
-    group, may_split = forward_group(
-        plan,
-        batch_tokens=settings.batch_tokens,
-        batch_size=settings.batch_size,
-        memory=settings.memory,
-        whole=settings.generate > 0 or settings.split_long == "continue",
-    )
+    plan, (group, may_split) = _fitting_plan(settings, architecture, wants, sequences.lengths)
     return Prepared(
         settings=settings,
         schema=schema,
@@ -89,6 +71,61 @@ def prepare(settings: Settings) -> Prepared:
         group=group,
         may_split=may_split,
     )
+
+
+def _fitting_plan(
+    settings: Settings, architecture: Architecture, wants: Sequence[Want], lengths: np.ndarray
+) -> tuple[CapturePlan, tuple[int, bool]]:
+    """The plan whose shards take as many sequences as a forward does, or fewer until they fit in memory.
+
+    Raises:
+        RoomError: Not even those of one sequence fit.
+    """
+    generate = 0 if settings.forced else settings.generate
+    together = max(1, settings.batch_tokens // (int(lengths.max()) + generate))
+    if settings.batch_size is not None:
+        together = min(together, settings.batch_size)
+    while True:
+        plan = plan_capture(
+            architecture,
+            wants,
+            lengths,
+            generate=generate,
+            decodes=settings.generate > 0,
+            packed=settings.pack,
+            block_sequences=settings.block_sequences,
+            together=together,
+            store_dtype=settings.store_dtype,
+            model_dtype=_model_dtype(settings, architecture),
+            codec=settings.codec,
+        )
+        try:
+            return plan, _group(settings, plan)
+        except RoomError:
+            if together == 1:
+                raise
+        together //= 2
+
+
+def _group(settings: Settings, plan: CapturePlan) -> tuple[int, bool]:
+    return forward_group(
+        plan,
+        batch_tokens=settings.batch_tokens,
+        batch_size=settings.batch_size,
+        memory=settings.memory,
+        whole=settings.generate > 0 or settings.split_long == "continue",
+    )
+
+
+def on_existing(prepared: Prepared, layouts: Mapping[str, ArrayLayout]) -> Prepared:
+    """What was prepared, on the arrays of a capture that exists: their shards stay as they were first cut.
+
+    Raises:
+        RoomError: They do not fit in memory.
+    """
+    plan = prepared.plan.with_layouts(layouts)
+    group, may_split = _group(prepared.settings, plan)
+    return replace(prepared, plan=plan, group=group, may_split=may_split)
 
 
 def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:

@@ -10,7 +10,7 @@ from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
 from kimicap.models import load_model, versions
-from kimicap.prepare import Prepared, check_room
+from kimicap.prepare import Prepared, check_room, on_existing
 
 if TYPE_CHECKING:
     from kimicap.pipeline import Event
@@ -27,10 +27,13 @@ def run(
     rank = rank or find_rank()
     if rank.world > 1 and overwrite:
         raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
-    plan, settings = prepared.plan, prepared.settings
+    settings = prepared.settings
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
         return
+    if existing is not None:
+        prepared = on_existing(prepared, existing.layouts)
+    plan = prepared.plan
     check_room(prepared, blocks_done=0 if existing is None else len(existing.committed()))
     todo = rank.blocks(plan.blocks, {} if existing is None else existing.committed())
     from kimicap.session import Session

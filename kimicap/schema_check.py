@@ -1,5 +1,6 @@
 """Every problem of a schema tree at once, each with its path in the file (``values.mlp.router_logits.layout.1``)."""
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -24,8 +25,10 @@ COMPUTED = (
     "mix_sources",
     "mix_weights",
 )
+KEEPS = ("first", "last")
 RAW_AXES = ("batch", "token", "past")
 
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TOP = {"dimensions": dict, "short_names": dict, "values": dict, "families": dict}
 _VALUE = {"layout": list, "dtype": str, "about": str}
 _MATCH = {"class": str, "module": str, "model_type": str}
@@ -81,13 +84,19 @@ def problems_of(tree: Mapping[str, Any]) -> list[str]:
         return problems
     dimensions = tree["dimensions"]
     hosts = tree["values"]
+    for name, about in dimensions.items():
+        if not isinstance(about, str):
+            problems.append(f"dimensions.{name}: expected text, found {_kind(about)}")
     for host, rows in hosts.items():
         if not isinstance(rows, dict):
             problems.append(f"values.{host}: expected a table of values, found {_kind(rows)}")
             continue
         for name, row in rows.items():
             problems += _value(f"values.{host}.{name}", row, dimensions)
+    own_names = {name for rows in hosts.values() for name in _table(rows)}
     for short, name in tree["short_names"].items():
+        if short in own_names:
+            problems.append(f"short_names.{short}: is a value's own name; choose another")
         host, _, value = str(name).partition(".")
         if value not in _table(hosts.get(host)):
             problems.append(f"short_names.{short}: no value is called {name!r}{_nearest(name, _all_names(hosts))}")
@@ -99,6 +108,11 @@ def problems_of(tree: Mapping[str, Any]) -> list[str]:
 def _value(path: str, row: Any, dimensions: Mapping[str, Any]) -> Iterator[str]:
     yield from _keys(path, row, required=_VALUE)
     row = _table(row)
+    name = path.rpartition(".")[2]
+    if not _NAME.fullmatch(name):
+        yield f"{path}: {name!r} is no name for an array; write small letters, digits and underscores"
+    if isinstance(row.get("about"), str) and not row["about"].strip():
+        yield f"{path}.about: is empty; say what the value is"
     layout = row.get("layout")
     for number, name in enumerate(layout if isinstance(layout, list) else []):
         if name not in dimensions:
@@ -120,6 +134,14 @@ def _family(path: str, row: Any, tree: Mapping[str, Any]) -> Iterator[str]:
         yield from _keys(where, match, required=_MATCH, optional=_MATCH_MORE)
     for key, size in {"layers": row["layers"], **{f"sizes.{k}": v for k, v in row["sizes"].items()}}.items():
         yield from _expressions(f"{path}.{key}", size)
+    for key in row["sizes"]:
+        host, _, dim = key.rpartition(".")
+        if dim not in tree["dimensions"] or (host and host not in tree["values"]):
+            known = [*tree["dimensions"], *(f"{host}.{dim}" for host in tree["values"] for dim in tree["dimensions"])]
+            yield f"{path}.sizes.{key}: is no dimension, nor HOST.DIMENSION{_nearest(key, known)}"
+    for number, name in enumerate(row["head"]):
+        if name not in _table(tree["values"].get("model")):
+            yield f"{path}.head.{number}: host 'model' has no value {name!r}{_nearest(name, tree['values']['model'])}"
     for name, part in row["parts"].items():
         yield from _part(f"{path}.parts.{name}", part, tree["values"])
     for name, call in row.get("calls", {}).items():
@@ -128,6 +150,8 @@ def _family(path: str, row: Any, tree: Mapping[str, Any]) -> Iterator[str]:
         if part not in row["parts"]:
             yield f"{path}.sites.{part}: no part is called {part!r}{_nearest(part, row['parts'])}"
             continue
+        if not isinstance(sites, dict):
+            yield f"{path}.sites.{part}: expected a table, found {_kind(sites)}"
         host = _table(row["parts"][part]).get("host")
         for name, site in _table(sites).items():
             yield from _site(f"{path}.sites.{part}.{name}", name, site, row, sites, tree, host)
@@ -170,6 +194,8 @@ def _site(
     if not name.startswith("_") and name not in _table(tree["values"].get(host)):
         values = _table(tree["values"].get(host))
         yield f"{path}: host {host!r} has no value of this name{_nearest(name, values)}"
+    if site.get("keep", "last") not in KEEPS:
+        yield f"{path}.keep: expected {' or '.join(KEEPS)}, found {site['keep']!r}"
     if "fast" in site:
         yield from _site(f"{path}.fast", name, site["fast"], family, siblings, tree, host)
     reads = [key for key in READS if key in site]
@@ -230,8 +256,9 @@ def _keys(
     for key, value in row.items():
         if key not in known:
             yield f"{prefix}{key}: unknown key{_nearest(str(key), known)}"
-        elif not isinstance(value, known[key]):
-            kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
+            continue
+        kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(_NAMES[kind] for kind in kinds)
             yield f"{prefix}{key}: expected {expected}, found {_kind(value)}"
 

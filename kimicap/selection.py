@@ -10,7 +10,11 @@ import numpy as np
 from kimicap.errors import UsageError
 from kimicap.schema import Schema, Value
 
-_NUMBERS = re.compile(r"-?\d+(-\d+)?$")
+_NUMBER = r"-?\d{1,9}"
+_GOES_ON = re.compile(rf"{_NUMBER}(-{_NUMBER})?(@.*)?")
+"""What may follow a comma inside a list of numbers: ``layers:0,4-6@last``."""
+_OTHERS = ("layers", "heads", "top")
+"""Selections that are not of positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,9 @@ def parse_values(text: Iterable[str], schema: Schema) -> list[Request]:
         UsageError: An unknown name (with the nearest), a selection that cannot be read or does not fit, a name twice.
     """
     requests: list[Request] = []
-    for item in _items(text):
-        name, *selections = item.split("@")
+    for item in split_values(text):
+        name, *selections = (part.strip() for part in item.split("@"))
+        _refuse_two_of_a_kind(selections, item)
         for value in _named(name, schema):
             request = Request(value=value, positions=_default(value), dotted=name != value.name)
             for selection in selections:
@@ -119,26 +124,33 @@ def parse_numbers(text: str, size: int, *, what: str) -> tuple[int, ...]:
         UsageError: Not of that form, or outside the model.
     """
     numbers: set[int] = set()
-    for item in text.split(","):
-        found = re.fullmatch(r"(-?\d+)(?:-(\d+))?", item.strip())
+    for item in (item.strip() for item in text.split(",")):
+        found = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", item)
         if not found:
-            raise UsageError(f"{what} {text!r} cannot be read at {item!r}; write numbers and ranges like 0-3,8,-1.")
-        first = int(found[1]) + (size if int(found[1]) < 0 else 0)
-        last = first if found[2] is None else int(found[2])
-        if not 0 <= first <= last < size:
-            raise UsageError(f"{what} {item.strip()} lies outside the model, which has 0 to {size - 1}.")
+            raise UsageError(
+                f"{what} {text!r} cannot be read at {item!r}; write numbers and ranges like 0-3,8,-1, where negative "
+                "numbers count from the end."
+            )
+        first, last = (number + size if number < 0 else number for number in map(int, (found[1], found[2] or found[1])))
+        if not (0 <= first < size and 0 <= last < size):
+            raise UsageError(f"{what} {item} lies outside the model, which has 0 to {size - 1}.")
+        if first > last:
+            raise UsageError(f"{what} {item} runs backwards; write the smaller number first.")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))
 
 
-def _items(text: Iterable[str]) -> list[str]:
-    """Splits at commas, but for those inside a list of numbers (``@layers:0,4``)."""
+def split_values(text: Iterable[str]) -> list[str]:
+    """One entry a value: split at commas, but for those inside a list of numbers (``@layers:0,4``)."""
     items: list[str] = []
-    for part in (part.strip() for line in text for part in line.split(",")):
-        if items and _NUMBERS.match(part) and re.search(r"@(layers|heads):", items[-1]):
-            items[-1] += f",{part}"
-        elif part:
-            items.append(part)
+    for line in text:
+        of_line: list[str] = []
+        for part in (part.strip() for part in line.split(",")):
+            if of_line and _GOES_ON.fullmatch(part) and re.search(r"@(layers|heads):[^@]*$", of_line[-1]):
+                of_line[-1] += f",{part}"
+            elif part:
+                of_line.append(part)
+        items += of_line
     return items
 
 
@@ -164,25 +176,32 @@ def position_axis(value: Value) -> str | None:
     return next((axis for axis in ("position", "query") if axis in value.layout), None)
 
 
+def _refuse_two_of_a_kind(selections: Sequence[str], item: str) -> None:
+    kinds = [kind if (kind := selection.partition(":")[0]) in _OTHERS else "positions" for selection in selections]
+    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    if twice:
+        raise UsageError(f"{item!r} selects {twice} twice; write one selection of {twice}.")
+
+
 def _narrow(request: Request, selection: str, item: str) -> Request:
     kind, _, rest = selection.partition(":")
-    if kind == "layers":
-        if request.value.host == "model":
-            raise UsageError(
-                f"{item!r} narrows layers, but {request.value.key} belongs to the whole model; drop @layers."
-            )
-        return replace(request, layers=rest)
-    if kind == "heads":
-        if "head" not in request.value.layout:
-            raise UsageError(f"{item!r} narrows heads, but {request.value.key} has none; drop @heads.")
-        return replace(request, heads=rest)
+    key, layout = request.value.key, request.value.layout
+    if kind in ("layers", "heads"):
+        if kind == "layers" and request.value.host == "model":
+            raise UsageError(f"{item!r} narrows layers, but {key} belongs to the whole model; drop @layers.")
+        if kind == "heads" and "head" not in layout:
+            raise UsageError(f"{item!r} narrows heads, but {key} has none; drop @heads.")
+        if not rest:
+            raise UsageError(f"{item!r} needs numbers after @{kind}:, like @{kind}:0-3,8.")
+        return replace(request, layers=rest) if kind == "layers" else replace(request, heads=rest)
     if kind == "top":
-        if "vocab" not in request.value.layout or "position" not in request.value.layout:
+        if "vocab" not in layout or "position" not in layout:
             raise UsageError(f"{item!r} asks for the largest of a vocabulary; only logits and lm_head_output have one.")
-        return replace(request, top=_whole(rest, item, at_least=1))
+        return replace(request, top=_whole(rest, item))
+    positions = _positions(selection, item)
     if position_axis(request.value) is None:
-        raise UsageError(f"{item!r} narrows positions, but {request.value.key} has none; drop @{selection}.")
-    return replace(request, positions=_positions(selection, item))
+        raise UsageError(f"{item!r} narrows positions, but {key} has none; drop @{selection}.")
+    return replace(request, positions=positions)
 
 
 def _positions(selection: str, item: str) -> Positions:
@@ -190,9 +209,9 @@ def _positions(selection: str, item: str) -> Positions:
     if selection in ("all", "last"):
         return Positions(kind=selection)
     if kind == "every" and colon:
-        return Positions(kind="every", step=_whole(rest, item, at_least=1))
-    if colon and re.fullmatch(r"\d*", kind):
-        start, stop = int(kind or 0), _whole(rest, item, at_least=1)
+        return Positions(kind="every", step=_whole(rest, item))
+    if colon and re.fullmatch(r"\d{0,9}", kind):
+        start, stop = int(kind or 0), _whole(rest, item)
         if start >= stop:
             raise UsageError(f"The range in {item!r} is empty; write first:stop with first below stop.")
         return Positions(kind="range", start=start, stop=stop)
@@ -202,7 +221,7 @@ def _positions(selection: str, item: str) -> Positions:
     )
 
 
-def _whole(text: str, item: str, *, at_least: int) -> int:
-    if not re.fullmatch(r"\d+", text) or int(text) < at_least:
-        raise UsageError(f"{item!r} needs a whole number of at least {at_least} where it says {text!r}.")
+def _whole(text: str, item: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
+        raise UsageError(f"{item!r} needs a whole number from 1 to 999999999 where it says {text!r}.")
     return int(text)

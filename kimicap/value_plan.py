@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
@@ -100,14 +100,14 @@ def value_plans(scope: Scope, want: Want, group: tuple[int, ...]) -> Iterable[Va
     in_model = want.value.host == "model"
     axis = group if want.request.layers is None or want.blocks == group else want.blocks
     for name, row_dims, dtype in _stored(want.request):
-        dims, shape = _row_axes(scope, want, name, row_dims)
-        lead = () if in_model else ("layer" if axis == group else f"{name}_layer",)
+        dims, shape = _row_axes(scope, want, row_dims)
+        lead = () if in_model else ("layer" if axis == group else f"{want.value.name}_layer",)
         array = _array(scope, want, name, lead, dims, tuple(shape), row_dims, dtype, len(axis))
         yield ValuePlan(key=f"{want.value.host}.{name}", want=want, layers=axis, row_dims=row_dims, array=array)
 
 
-def _row_axes(scope: Scope, want: Want, name: str, row_dims: Sequence[str]) -> tuple[list[str], list[int]]:
-    request, longest = want.request, scope.longest_tokens
+def _row_axes(scope: Scope, want: Want, row_dims: Sequence[str]) -> tuple[list[str], list[int]]:
+    request, longest, name = want.request, scope.longest_tokens, want.value.name
     dims, shape = [], []
     for dim in row_dims:
         if dim == position_axis(want.value):
@@ -206,14 +206,19 @@ def frame_arrays(values: Sequence[ValuePlan], scope: Scope, *, decodes: bool, pa
         _frame_array(name, ("position",), (longest,), dtype, about, count, block) for name, dtype, about in per_token
     ]
     arrays += [_frame_array(name, (), (), dtype, about, count, block) for name, dtype, about in per_sequence]
-    for value in values:
-        own = next((dim for dim in value.array.dims if dim.endswith("_position")), None)
-        if own and not value.key.endswith("_top_ids"):
-            slots = value.array.shape[value.array.dims.index(own)]
-            about = f"Position that each entry of {own} was read after; -1 for none."
-            path = f"{value.array.path.removesuffix('_top')}_at"
-            arrays.append(_frame_array(path, (own,), (slots,), "int32", about, count, block))
+    for path, own, slots in dict.fromkeys(selections(values)):
+        about = f"Position that each entry of {own} was read after; -1 for none."
+        arrays.append(_frame_array(path, (own,), (slots,), "int32", about, count, block))
     return tuple(arrays)
+
+
+def selections(values: Sequence[ValuePlan]) -> Iterable[tuple[str, str, int]]:
+    """Path of ``<value>_at``, the dimension it is for and that one's size, of each array with positions of its own."""
+    for value in values:
+        own = f"{value.want.value.name}_position"
+        if own in value.array.dims:
+            folder = value.array.path.removesuffix(value.array.path.rpartition("/")[2])
+            yield f"{folder}{value.want.value.name}_at", own, value.array.shape[value.array.dims.index(own)]
 
 
 def _frame_array(
@@ -255,15 +260,24 @@ def coordinates(values: Sequence[ValuePlan], longest: int) -> tuple[Coordinate, 
     return tuple(found.values())
 
 
-def disk_bytes(value: ValuePlan, lengths: np.ndarray, model_dtype: str) -> int:
-    """Bytes expected on disk: real positions only, bfloat16 widened to float32 counted as the bfloat16 it packs to."""
+def disk_bytes(value: ValuePlan, lengths: np.ndarray, model_dtype: str, codec: str) -> int:
+    """Bytes expected on disk: real positions only, and a 16-bit float in float32 as what it packs to.
+
+    Without a codec nothing packs, and chunks that hold any position are there whole.
+    """
+    blocks = max(1, len(value.want.blocks))
+    if codec == "none":
+        array = value.array
+        axes = zip(array.shape[value.leading - 1 :], array.chunk[value.leading - 1 :], strict=True)
+        return blocks * prod(ceil(size / chunk) * chunk for size, chunk in axes) * array.itemsize_bytes
     axis = position_axis(value.want.value)
     filled = float(len(lengths))
     if axis is not None:
         slots = value.row_shape[value.row_dims.index(axis)]
         keys = value.row_shape[value.row_dims.index("key")] if "key" in value.row_dims else None
         window = value.want.request.positions.window
-        each = {int(n): window(0, int(n), int(n))[1] / slots * (n / keys if keys else 1) for n in np.unique(lengths)}
-        filled = float(sum(each[int(length)] for length in lengths))
-    halves = value.want.value.dtype == "computed" and model_dtype != "float32" and value.array.dtype == "float32"
-    return int(max(1, len(value.want.blocks)) * filled * value.row_bytes * (0.5 if halves else 1.0))
+        each = zip(*(numbers.tolist() for numbers in np.unique(lengths, return_counts=True)), strict=True)
+        filled = sum(count * window(0, n, n)[1] / slots * (n / keys if keys else 1) for n, count in each)
+    packs = value.want.value.dtype == "computed" and value.array.dtype == "float32"
+    share = {"bfloat16": 0.5, "float16": 0.75}.get(model_dtype, 1.0) if packs else 1.0
+    return int(blocks * filled * value.row_bytes * share)

@@ -1,0 +1,72 @@
+"""Every row of the table: `python -m benchmarks.all [--shape 48b|small|tiny] [--only NAME …] [--json FILE]`."""
+
+import argparse
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks import capture, disk, peers, process
+from benchmarks.harness import Result, machine
+from benchmarks.subject import Subject, build
+
+
+def main() -> None:
+    """Runs the rows that this machine can run, and prints and stores them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=("48b", "small", "tiny"))
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--json", type=Path, default=Path("bench.json"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=2)
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    shape = given.shape or ("48b" if gpu else "tiny")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        subject = build(
+            shape,
+            Path(folder),
+            batch_rows=8 if gpu else 4,
+            row_tokens=2048 if gpu else 512,
+            device="cuda" if gpu else "cpu",
+        )
+        subject.forwards(2)
+        print(json.dumps({"shape": shape, "build_s": round(time.perf_counter() - start, 1), **machine()}), flush=True)
+        with given.json.open("w") as file:
+            for name, row in rows(subject, given.batches, given.repeats, gpu=gpu).items():
+                if given.only and name not in given.only:
+                    continue
+                began = time.perf_counter()
+                try:
+                    for result in row():
+                        print(result.line(), flush=True)
+                        file.write(result.json() + "\n")
+                except Exception:  # one row that fails must not lose the others
+                    print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
+                print(f"# {name} took {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def rows(subject: Subject, batches: int, repeats: int, *, gpu: bool) -> dict[str, Callable[[], Iterator[Result]]]:
+    """The rows by name, in the order in which they run."""
+    found: dict[str, Callable[[], Iterator[Result]]] = {
+        "nothing": lambda: capture.into_nothing(subject, batches=batches, repeats=repeats),
+        "disk": lambda: capture.to_disk(subject, batches=batches, repeats=repeats),
+        "files": lambda: disk.files(subject),
+    }
+    if gpu:
+        found["peers"] = lambda: peers.against_peers(subject, batches=batches, repeats=repeats)
+        found["encoding"] = lambda: capture.encoding(subject, batches=batches, repeats=repeats)
+    else:
+        found["writing"] = lambda: disk.writing(subject, batches=batches, repeats=repeats)
+        found["memory"] = lambda: process.memory(subject)
+        found["first"] = lambda: process.first_array(subject, repeats=repeats)
+    return found
+
+
+if __name__ == "__main__":
+    main()

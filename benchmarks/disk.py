@@ -1,0 +1,135 @@
+"""Rows that need no GPU: kimicap's writing over tensorstore's, reading back, bytes and files."""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import tensorstore
+import xarray
+
+from benchmarks.harness import Result, alternate, over
+from benchmarks.subject import Subject, create, scratch, whole_shards
+from kimicap.assembly import Assembler
+from kimicap.computed import Piece
+from kimicap.layout import ArrayLayout
+from kimicap.prepare import Prepared
+from kimicap.slots import Slots
+
+Shards = list[tuple[str, tuple[int, ...], np.ndarray]]
+
+
+def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]:
+    """Kimicap's way of given rows to the disk, over tensorstore told to write the same whole shards."""
+    prepared = subject.prepared(["residuals"], batches=batches)
+    shards = whole_shards(prepared)
+    rows = _rows(prepared)
+    with scratch() as folder:
+        taken = alternate(
+            {
+                "direct": lambda: _tensorstore_alone(prepared, folder / "direct.zarr", shards),
+                "kimicap": lambda: _assemble(prepared, folder / "kimicap.zarr", rows),
+            },
+            repeats=repeats,
+        )
+        ratio, spread = over(taken["kimicap"], taken["direct"])
+        yield Result(
+            name="kimicap's writing of given arrays over direct tensorstore writing",
+            target="<= 1.15",
+            measured=ratio,
+            spread=spread,
+            detail={**taken, "bytes": prepared.plan.nbytes},
+        )
+        yield _bytes_on_disk(prepared, folder)
+        yield _reading(prepared, folder, repeats)
+
+
+def files(subject: Subject) -> Iterator[Result]:
+    """Files a terabyte, of the plan of usual values at 2048 tokens a row."""
+    prepared = subject.prepared(["residuals", "router_logits", "expert_indices"], batches=64)
+    plan = prepared.plan
+    per_terabyte = plan.files / plan.nbytes * 1e12
+    yield Result(
+        name="files a terabyte, as planned",
+        target="<= 16000",
+        measured=per_terabyte,
+        spread=(per_terabyte, per_terabyte),
+        detail={"files": plan.files, "bytes": plan.nbytes},
+    )
+
+
+def _rows(prepared: Prepared) -> dict[str, np.ndarray]:
+    import torch
+
+    value = prepared.plan.values[0]
+    rows = torch.randn(len(value.layers), *value.row_shape).bfloat16().float()
+    return {value.key: rows.numpy()}
+
+
+def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray]) -> None:
+    import torch
+
+    plan, opened = prepared.plan, create(prepared, path)
+    assembler = Assembler(plan, opened, Slots(2**32, pinned=False))
+    value = plan.values[0]
+    tensors = [torch.from_numpy(row) for row in rows[value.key]]
+    for number in range(plan.blocks):
+        for sequence in plan.block(number):
+            for layer, tensor in zip(value.layers, tensors, strict=True):
+                assembler.put(value.key, layer, sequence, Piece(row=0, tensor=tensor))
+        pending = assembler.take_pending()
+        for write in pending.writes:
+            write.result()
+    assembler.close()
+
+
+def _tensorstore_alone(prepared: Prepared, path: Path, shards: Shards) -> None:
+    create(prepared, path)
+    name = prepared.plan.values[0].array.path
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / name)}}
+    array = tensorstore.open(spec, open=True, read=True, write=True).result()
+    futures = []
+    for at, origin, data in shards:
+        if at == name:
+            region = tuple(slice(o, o + size) for o, size in zip(origin, data.shape, strict=True))
+            futures.append(array[region].write(data, can_reference_source_data_indefinitely=True))
+    for future in futures:
+        future.result()
+
+
+def _bytes_on_disk(prepared: Prepared, folder: Path) -> Result:
+    array: ArrayLayout = prepared.plan.values[0].array
+    stored = sum(file.stat().st_size for file in (folder / "kimicap.zarr" / array.path).iterdir())
+    ratio = stored / (prod(array.shape) * 2)
+    return Result(
+        name="bytes on disk of bfloat16 values over bfloat16",
+        target="<= 1.00",
+        measured=ratio,
+        spread=(ratio, ratio),
+        detail={"stored": stored, "codec": "lz4"},
+    )
+
+
+def _reading(prepared: Prepared, folder: Path, repeats: int) -> Result:
+    """One layer of the value read with xarray, over numpy reading as many decompressed bytes."""
+    array = prepared.plan.values[0].array
+    tree = xarray.open_datatree(folder / "kimicap.zarr", engine="zarr")
+    layer = tree[array.path].isel(layer=1).values
+    np.save(folder / "layer.npy", layer)
+    taken = alternate(
+        {
+            "numpy": lambda: np.load(folder / "layer.npy"),
+            "xarray": lambda: (
+                xarray.open_datatree(folder / "kimicap.zarr", engine="zarr")[array.path].isel(layer=1).values
+            ),
+        },
+        repeats=repeats,
+    )
+    ratio, spread = over(taken["xarray"], taken["numpy"])
+    return Result(
+        name="reading one layer of one value with xarray over numpy reading the same bytes decompressed",
+        target="<= 2",
+        measured=ratio,
+        spread=spread,
+        detail={**taken, "bytes": layer.nbytes},
+    )

@@ -1,0 +1,106 @@
+"""Rows about whole processes: peak memory, and the time until the first array can be read."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness import Result
+from benchmarks.subject import Subject, scratch
+
+_PEAK = """
+import json, resource, sys
+from benchmarks.subject import Discard, create
+from pathlib import Path
+from kimicap.config import load_settings
+from kimicap.prepare import prepare
+from kimicap.session import Session
+from kimicap.models import load_model
+from kimicap.cluster import Rank
+given = json.loads(sys.argv[1])
+prepared = prepare(load_settings(None, given))
+model = load_model(prepared.settings, prepared.architecture)
+session = Session(prepared, model)
+session.probe()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import torch
+ids = torch.randint(3, 4000, (max(1, given["batch_tokens"] // 512), 512))
+with torch.inference_mode():
+    model.model(input_ids=ids, use_cache=False)
+before = peak()
+store = create(prepared, Path(given["out"]))
+for _ in session.capture(store, range(prepared.plan.blocks), rank=Rank()):
+    pass
+print(json.dumps({"before": before, "after": peak(), "budget": prepared.settings.memory}))
+"""
+
+_FIRST = """
+import json, sys, time
+start = time.perf_counter()
+from kimicap.config import load_settings
+from kimicap.prepare import prepare
+from kimicap.run import run
+from kimicap.models import load_model
+import torch, transformers, datasets, zarr, tensorstore
+given = json.loads(sys.argv[1])
+settings = load_settings(None, given)
+if sys.argv[2] == "load":
+    from kimicap.models import architecture_of
+    from kimicap.schema import load_schema
+    load_model(settings, architecture_of(settings, load_schema()))
+else:
+    from kimicap.pipeline import Committed
+    for event in run(prepare(settings)):
+        if isinstance(event, Committed):
+            break
+print(time.perf_counter() - start)
+"""
+
+
+def memory(subject: Subject) -> Iterator[Result]:
+    """Peak host memory over the model's own, as a part of --memory; twice the data must not need more."""
+    for batches in (8, 32):
+        with scratch() as folder:
+            given = _given(subject, ["residuals", "states@every:64"], batches, folder, memory=2**28)
+            found = json.loads(_run(_PEAK, json.dumps(given)))
+        ratio = (found["after"] - found["before"]) / found["budget"]
+        yield Result(
+            name=f"peak host memory over the model's own, in --memory, {batches} batches",
+            target="<= 1.1",
+            measured=ratio,
+            spread=(ratio, ratio),
+            detail=found,
+        )
+
+
+def first_array(subject: Subject, *, repeats: int) -> Iterator[Result]:
+    """Seconds until the first block can be read, over those of the imports and the model's loading."""
+    loads, firsts = [], []
+    for _ in range(repeats):
+        with scratch() as folder:
+            given = json.dumps(_given(subject, ["residuals"], 1, folder, memory=2**30))
+            loads.append(float(_run(_FIRST, given, "load")))
+            firsts.append(float(_run(_FIRST, given, "first")))
+    pairs = sorted(first / load for first, load in zip(firsts, loads, strict=True))
+    yield Result(
+        name="first block readable after start, over imports and model load",
+        target="<= 1.5",
+        measured=pairs[len(pairs) // 2],
+        spread=(pairs[0], pairs[-1]),
+        detail={"load": loads, "first": firsts},
+    )
+
+
+def _given(subject: Subject, values: list[str], batches: int, folder: Path, *, memory: int) -> dict[str, object]:
+    prepared = subject.prepared(values, batches=batches)
+    data = prepared.settings.model_dump(mode="json", by_alias=True)
+    data |= {"out": str(folder / "out.zarr"), "memory": memory, "device": "cpu", "block_sequences": 8}
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _run(script: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return done.stdout.splitlines()[-1]

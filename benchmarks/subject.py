@@ -1,0 +1,214 @@
+"""The model and the rows that the benchmarks run on, and captures of them into a disk, a tmpfs or nothing."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+from kimicap import store
+from kimicap.cluster import Rank
+from kimicap.config import load_settings
+from kimicap.prepare import Prepared, prepare
+from kimicap.session import Session
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Kimi-Linear-48B-A3B: 49.1 billion parameters.
+    "48b": {
+        "layer_types": [
+            "full_attention" if layer in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for layer in range(27)
+        ],
+        "dtype": "bfloat16",
+    },
+    "small": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(8)],
+        "num_local_experts": 64,
+        "linear_num_heads": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 512,
+        "vocab_size": 32768,
+        "pad_token_id": 0,
+        "dtype": "bfloat16",
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(6)],
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 128,
+        "moe_intermediate_size": 128,
+        "vocab_size": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, and a dataset of rows of random tokens, all of one length."""
+
+    model: torch.nn.Module
+    folder: Path
+    vocab: int
+    row_tokens: int
+    batch_rows: int
+
+    def prepared(self, values: Sequence[str], *, batches: int, out: Path | None = None, **settings: Any) -> Prepared:
+        """A plan for ``batches`` batches of rows."""
+        count = batches * self.batch_rows
+        file = self.folder / f"rows-{count}-{self.row_tokens}.jsonl"
+        if not file.exists():
+            ids = np.random.default_rng(0).integers(3, self.vocab, (count, self.row_tokens))
+            file.write_text("\n".join(json.dumps({"input_ids": row.tolist()}) for row in ids))
+        given = {
+            "model": str(self.folder),
+            "random_weights": True,
+            "dataset": str(file),
+            "input_ids_column": "input_ids",
+            "tokenizer": "bytes",
+            "values": list(values),
+            "out": str(out or self.folder / "none.zarr"),
+            "batch_tokens": self.batch_rows * self.row_tokens,
+            "memory": "24GiB",
+            **settings,
+        }
+        return prepare(load_settings(None, given))
+
+    def forwards(self, batches: int) -> None:
+        """The bare forward of as many batches, without the head."""
+        device = next(self.model.parameters()).device
+        ids = torch.randint(3, self.vocab, (self.batch_rows, self.row_tokens), device=device)
+        with torch.inference_mode():
+            for _ in range(batches):
+                self.model.model(input_ids=ids, use_cache=False)
+
+    def capture(self, prepared: Prepared, target: Any = None) -> None:
+        """Captures all blocks into ``target``, or into nothing; on a disk the capture is sealed."""
+        plan = prepared.plan
+        opened = target or Discard(plan.arrays)
+        for _ in Session(prepared, self.model).capture(opened, range(plan.blocks), rank=Rank()):
+            pass
+        if target is not None:
+            opened.seal(plan.blocks, {})
+
+
+class Discard:
+    """A store that takes whole shards and forgets them at once."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.layouts = {array.path: array for array in arrays}
+
+    def write(self, array: str, origin: Sequence[int], data: np.ndarray) -> "Discard":
+        """Forgets a shard."""
+        return self
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> None:
+        """Nothing was written."""
+
+    def add_done_callback(self, call: Any) -> None:
+        """Calls back at once."""
+        call(self)
+
+    def commit(self, block: int, body: Any) -> None:
+        """Forgets a block."""
+
+
+def create(prepared: Prepared, path: Path) -> store.Store:
+    """A fresh capture at ``path``."""
+    shutil.rmtree(path, ignore_errors=True)
+    plan = prepared.plan
+    record = {"blocks": plan.blocks}
+    return store.create(path, plan.arrays, plan.coordinates, attributes={}, record=record)
+
+
+def whole_shards(prepared: Prepared) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+    """What a capture of the plan would write, as arrays in memory, made once: path, origin and data of each shard.
+
+    Floats hold bfloat16 noise widened to float32, as a bfloat16 model's values do.
+    """
+    shards = []
+    noise: dict[tuple[int, ...], np.ndarray] = {}
+    for layout in prepared.plan.arrays:
+        grid = [range(0, size, extent) for size, extent in zip(layout.shape, layout.shard, strict=True)]
+        for origin in np.array(np.meshgrid(*grid, indexing="ij")).reshape(len(grid), -1).T.tolist():
+            shape = tuple(min(e, s - o) for e, s, o in zip(layout.shard, layout.shape, origin, strict=True))
+            if layout.dtype == "float32":
+                if shape not in noise:
+                    noise[shape] = torch.randn(shape).bfloat16().float().numpy()
+                data = noise[shape]
+            else:
+                data = np.random.default_rng(0).integers(0, 200, shape).astype(layout.dtype)
+            shards.append((layout.path, tuple(origin), data))
+    return shards
+
+
+def write_directly(opened: store.Store, shards: Sequence[tuple[str, tuple[int, ...], np.ndarray]]) -> None:
+    """The same shards by tensorstore alone: all handed over, all waited for."""
+    writes = [opened.write(path, origin, data) for path, origin, data in shards]
+    for write in writes:
+        write.result()
+
+
+def build(shape: str, folder: Path, *, batch_rows: int, row_tokens: int, device: str) -> Subject:
+    """A model of one of SHAPES with seeded random weights, filled in place on its device."""
+    config = KimiLinearConfig(**{key: value for key, value in SHAPES[shape].items() if key != "dtype"})
+    dtype = getattr(torch, SHAPES[shape]["dtype"])
+    config.dtype = SHAPES[shape]["dtype"]
+    config.save_pretrained(folder)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = KimiLinearForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model = model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("layernorm.weight", "norm.weight")):
+                tensor.fill_(1)
+            elif name.endswith("A_log"):
+                tensor.copy_(torch.empty(tensor.shape, device=device).uniform_(1, 16).log())
+            elif name.endswith("dt_bias"):
+                tensor.uniform_(-7, -2)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.zero_()
+            else:
+                tensor.normal_(0, 0.02)
+    model = model.requires_grad_(False).eval()
+    return Subject(model=model, folder=folder, vocab=config.vocab_size, row_tokens=row_tokens, batch_rows=batch_rows)
+
+
+@contextmanager
+def scratch(parent: str | None = None) -> Iterator[Path]:
+    """A folder that is gone afterwards; on the disk, or under ``parent``."""
+    folder = Path(tempfile.mkdtemp(prefix="kimicap-bench-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
