@@ -27,6 +27,12 @@ class RoomError(KimicapError):
     exit_code = 4
 
 
+class CheckError(KimicapError):
+    """The loaded model gives values that cannot be right."""
+
+    exit_code = 1
+
+
 class Stopped(KimicapError):
     """A signal stopped the run; all committed blocks are kept and ``--resume`` goes on."""
 

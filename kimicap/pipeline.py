@@ -16,9 +16,11 @@ from kimicap.assembly import Assembler, Pending, assemble
 from kimicap.batches import Sequences, form_batches
 from kimicap.computed import Piece
 from kimicap.errors import Stopped, UsageError
+from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
 from kimicap.layout import ArrayLayout
+from kimicap.outcome import Check, refuse_constant
 from kimicap.plan import CapturePlan
 from kimicap.slots import Slots
 from kimicap.store import Store
@@ -99,11 +101,13 @@ class Loop:
         slots: Slots,
         decoding: Decoding | None = None,
         continued: bool = False,
+        first: FirstBatch | None = None,
     ) -> None:
         self._stopping = False
         self._plan, self._store, self._sequences = plan, store, sequences
         self._work, self._slots = work, slots
         self._decoding, self._continued = decoding, continued
+        self._first, self._checks = first, list[Check]()
         self._assembler = Assembler(plan, store, slots)
         self._values = {value.key: value for value in plan.values}
         self._numbers: Sequence[int] = ()
@@ -117,6 +121,8 @@ class Loop:
 
     def sink(self, key: str, block: int | None, piece: Piece) -> None:
         """Takes a piece from the recorder: placed at once, or kept until the batch's decoding is over."""
+        if self._first is not None:
+            self._first.see(key, block, piece)
         sequence = self._numbers[piece.row]
         if self._decoding is None:
             self._assembler.put(key, block, sequence, piece)
@@ -134,7 +140,7 @@ class Loop:
 
         Raises:
             Stopped: A signal asked for it; every committed block is kept.
-            KimicapError: A write failed, or a value did not appear; likewise.
+            KimicapError: A write failed, a value did not appear, or one is the same number everywhere; likewise.
         """
         waiting: deque[tuple[Block, Pending, dict[str, Any]]] = deque()
         start, done, tokens = time.perf_counter(), 0, 0
@@ -192,6 +198,9 @@ class Loop:
         else:
             runner.prompts(tokens)
         self._assembler.check()
+        if self._first is not None:
+            self._checks, self._first = self._first.checks(), None
+            refuse_constant(self._checks)
         self._block.tokens.update(zip(batch, tokens, strict=True))
         self._fill_absent(recorder, batch)
 
@@ -233,13 +242,15 @@ class Loop:
                         self._assembler.fill(value.key, block, sequence)
 
     def _finish_block(self) -> tuple[Block, Pending, dict[str, Any]]:
-        odd = self._assembler.odd_counts()
+        odd: dict[str, Any] = self._assembler.odd_counts()
         if "overflow" in odd:
             key, blocks = next(iter(odd["overflow"].items()))
             raise UsageError(
                 f"{key} of block {next(iter(blocks))} holds values beyond float16; capture it with "
                 "--store-dtype lossless."
             )
+        if self._checks:
+            odd["checks"], self._checks = [check.data() for check in self._checks], []
         for array in self._plan.frame:
             self._write_frame(array)
         return self._block, self._assembler.take_pending(), odd

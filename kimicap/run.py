@@ -10,6 +10,7 @@ from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
 from kimicap.models import load_model, versions
+from kimicap.outcome import merged
 from kimicap.prepare import Prepared, check_room, on_existing
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run(
     if session is not None:
         yield from session.capture(opened, todo, rank=rank)
     if len(opened.committed()) == plan.blocks:
-        opened.seal(plan.blocks, {})
+        opened.seal(plan.blocks, {"checks": merged(opened.committed())})
 
 
 def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:

@@ -122,6 +122,25 @@ class Match:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a mixture chooses its experts: the largest of sigmoid(logits) + bias.
+
+    Attributes:
+        part: The mixture.
+        bias: Path of the selection bias from the part's module, a tensor ``[expert]``.
+        groups: Expression for the groups among which experts are chosen first; 1 for none.
+        renormalise: Expression for whether the chosen sigmoids are divided by their sum.
+        scaling: Expression for the factor of the weights.
+    """
+
+    part: str
+    bias: str
+    groups: tuple[str, ...]
+    renormalise: tuple[str, ...]
+    scaling: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """The rows that hold for one modelling code."""
 
@@ -135,6 +154,8 @@ class Family:
     parts: Mapping[str, Part]
     calls: Mapping[str, Call]
     sites: Mapping[str, Mapping[str, Site]]
+    invariants: frozenset[str]
+    router: Router | None
 
     def sites_of(self, value: Value) -> list[Site]:
         """The sites of a value, one a part of its host that has it."""
@@ -261,7 +282,14 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
         parts=parts,
         calls=calls,
         sites=sites,
+        invariants=frozenset(row.get("invariants", ())),
+        router=_router(row["router"]) if "router" in row else None,
     )
+
+
+def _router(row: Mapping[str, Any]) -> Router:
+    expressions = {key: _many(row[key]) for key in ("groups", "renormalise", "scaling")}
+    return Router(part=row["part"], bias=row["bias"], **expressions)
 
 
 def _site(part: str, name: str, row: Mapping[str, Any]) -> Site:

@@ -26,6 +26,16 @@ COMPUTED = (
     "mix_weights",
 )
 KEEPS = ("first", "last")
+INVARIANTS = (
+    "embeddings_enter",
+    "mixer_adds",
+    "mlp_adds",
+    "blocks_chain",
+    "mlp_reads_norm",
+    "slots_add",
+    "latent_slots_add",
+    "experts_add",
+)
 RAW_AXES = ("batch", "token", "past")
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -42,6 +52,13 @@ _FAMILY = {
     "sizes": dict,
     "parts": dict,
     "sites": dict,
+}
+_ROUTER = {
+    "part": str,
+    "bias": str,
+    "groups": (str, list),
+    "renormalise": (str, list),
+    "scaling": (str, list),
 }
 _PART = {"host": str, "module": str, "class": str}
 _SITE = {
@@ -124,7 +141,7 @@ def _value(path: str, row: Any, dimensions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _family(path: str, row: Any, tree: Mapping[str, Any]) -> Iterator[str]:
-    found = list(_keys(path, row, required=_FAMILY, optional={"calls": dict}))
+    found = list(_keys(path, row, required=_FAMILY, optional={"calls": dict, "invariants": list, "router": dict}))
     if found:
         yield from found
         return
@@ -146,6 +163,11 @@ def _family(path: str, row: Any, tree: Mapping[str, Any]) -> Iterator[str]:
         yield from _part(f"{path}.parts.{name}", part, tree["values"])
     for name, call in row.get("calls", {}).items():
         yield from _call(f"{path}.calls.{name}", call, row["parts"])
+    for number, name in enumerate(row.get("invariants", ())):
+        if name not in INVARIANTS:
+            yield f"{path}.invariants.{number}: no invariant is called {name!r}{_nearest(name, INVARIANTS)}"
+    if "router" in row:
+        yield from _router(f"{path}.router", row["router"], row["parts"])
     for part, sites in row["sites"].items():
         if part not in row["parts"]:
             yield f"{path}.sites.{part}: no part is called {part!r}{_nearest(part, row['parts'])}"
@@ -167,6 +189,17 @@ def _part(path: str, part: Any, hosts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{path}.blocks: missing; a part with {{layer}} in its module must say in which blocks it is"
     if "blocks" in part:
         yield from _expressions(f"{path}.blocks", part["blocks"])
+
+
+def _router(path: str, router: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
+    found = list(_keys(path, router, required=_ROUTER))
+    if found:
+        yield from found
+        return
+    if router["part"] not in parts:
+        yield f"{path}.part: no part is called {router['part']!r}{_nearest(router['part'], parts)}"
+    for key in ("groups", "renormalise", "scaling"):
+        yield from _expressions(f"{path}.{key}", router[key])
 
 
 def _call(path: str, call: Any, parts: Mapping[str, Any]) -> Iterator[str]:

@@ -10,9 +10,12 @@ import torch
 
 from kimicap.cluster import Rank
 from kimicap.computed import Piece
+from kimicap.config import Settings
 from kimicap.errors import UsageError
+from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
+from kimicap.invariants import router_rule
 from kimicap.pipeline import Event, Loop, Work
 from kimicap.prepare import Prepared
 from kimicap.slots import Slots
@@ -97,8 +100,9 @@ class Session:
                 rank=rank.rank,
             ),
             slots=Slots(settings.memory, pinned=on_gpu),
-            decoding=self._decoding(),
+            decoding=decoding_of(settings, self._model),
             continued=settings.split_long == "continue",
+            first=FirstBatch(prepared.architecture, prepared.wants, router_rule(self._model, prepared.architecture)),
         )
         recorder = Recorder(self._model, prepared.architecture, prepared.wants, loop.sink, fast=self._fast)
         with signals(loop.stop):
@@ -107,17 +111,18 @@ class Session:
     def _runner(self, recorder: Recorder) -> Runner:
         return Runner(self._model, self._prepared.architecture, recorder, head=self._prepared.needs_head)
 
-    def _decoding(self) -> Decoding | None:
-        settings = self._prepared.settings
-        if not settings.generate:
-            return None
-        return Decoding(
-            tokens=settings.generate,
-            forced=settings.forced,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            stop=_stop_tokens(self._model),
-        )
+
+def decoding_of(settings: Settings, model: torch.nn.Module) -> Decoding | None:
+    """How tokens are decoded after each prompt, or None."""
+    if not settings.generate:
+        return None
+    return Decoding(
+        tokens=settings.generate,
+        forced=settings.forced,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        stop=_stop_tokens(model),
+    )
 
 
 def _stop_tokens(model: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ FILES = sorted(Path(kimicap.__file__).parent.glob("*.py"))
 LONGEST_LINES = 400
 
 ALLOWED = {
-    "torch": "assembly callsites check computed forwards hooks kda kda_chunks kda_triton recomputed rows session slots",
+    "torch": "assembly callsites check compared computed first_batch invariants notebook recomputed taken forwards hooks kda kda_chunks kda_triton rows session slots",
     "triton": "kda_triton",
     "zarr": "arrays",
     "tensorstore": "shards store",

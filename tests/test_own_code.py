@@ -9,12 +9,15 @@ import torch
 import xarray
 
 from kimicap.architecture import family_of_config, read_architecture
+from kimicap.check import check_model
 from kimicap.config import load_settings
 from kimicap.errors import UsageError
+from kimicap.forwards import Decoding
 from kimicap.models import load_model, own_code
 from kimicap.prepare import prepare
 from kimicap.run import run
 from kimicap.schema import load_schema
+from tests.capturing import all_values, architecture, wants
 from tests.compare import assert_close
 from tests.oracle_k3 import reference
 from tests.standins.build import k3_model, remote_model, save_with_code
@@ -65,6 +68,19 @@ def test_a_run_stores_what_the_oracle_says(kind, generate, tmp_path):
             assert_close(tree["stored_sums"][row, :length].values, expected["model.stored_sums"][None], rel=2e-4)
             assert tree["mlp/expert_outputs"].dims == ("layer", "sequence", "position", "slot", "latent")
             assert "where a group of blocks starts" in tree["layers/layer_output"].attrs["long_name"]
+
+
+@pytest.mark.parametrize("kind", ["whole", "remote"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_check_passes(kind, dtype):
+    build, options, family = MODELS[kind]
+    model = build(dtype=dtype, **options)
+    found, schema = architecture(model, family), load_schema()
+    tokens = [np.arange(3, 3 + length) for length in (20, 7, 1)]
+    decoding = Decoding(tokens=2, forced=False, temperature=0.0, seed=0, stop=())
+    checks = check_model(model, found, schema, wants(found, all_values(found)), tokens, decoding=decoding)
+    assert not [check for check in checks if not check.passed]
+    assert {"latent_slots_add" if kind == "whole" else "mixer_adds", "router_chooses"} <= {c.name for c in checks}
 
 
 def test_the_release_is_known_by_its_config():
