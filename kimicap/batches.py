@@ -259,17 +259,20 @@ def _explained(rows: Iterator[Any], source: Source) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no log lines of ``datasets``: kimicap tells what went wrong itself."""
+    """No progress bars, no log lines and no torch of ``datasets``: kimicap tells what went wrong itself."""
     import datasets
 
     log = datasets.utils.logging
     bars, verbosity = not datasets.are_progress_bars_disabled(), log.get_verbosity()
     log.set_verbosity(log.CRITICAL)
+    # A stream imports torch, for seconds, to share its epoch with workers that there are none of.
+    has_torch, datasets.config.TORCH_AVAILABLE = datasets.config.TORCH_AVAILABLE, False
     if bars:
         datasets.disable_progress_bars()
     try:
         yield
     finally:
+        datasets.config.TORCH_AVAILABLE = has_torch
         log.set_verbosity(verbosity)
         if bars:
             datasets.enable_progress_bars()

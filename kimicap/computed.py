@@ -111,7 +111,8 @@ def states(
         before = None if initial is None else initial[live][:, chosen]
         found, final = kda.states_at(*factors, at=at, initial=before, lengths=lengths)
         for place, row in enumerate(live):
-            places = [place_of[position] for position in ([] if last else chosen_at[row])]
+            offset, number, _ = windows[row]
+            places = [] if last else [place_of[offset + i * positions.step] for i in range(number)]
             tensor = final[place, None] if last else _adjoining(found[place], places)
             yield Piece(row=row, tensor=tensor, slot=windows[row][2], head=first, complete=first + each >= len(heads))
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -140,7 +139,7 @@ def check_class(model: "torch.nn.Module", architecture: Architecture) -> None:
         UsageError: It is another.
     """
     family, match, found = architecture.family, architecture.match, type(model)
-    if found.__name__ != match.class_name or not found.__module__.startswith(match.module):
+    if not match.fits(found):
         raise UsageError(
             f"The model is a {found.__name__} of {found.__module__}, where the family {family.name} expects a "
             f"{match.class_name} of {match.module}; the schema does not fit it."
@@ -228,7 +227,7 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quieten()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -237,6 +236,14 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")[:300]
         raise UsageError(f"The {what} {name} cannot be loaded: {reason}. To mend it, {remedy}.") from error
+
+
+def _quieten() -> None:
+    """No progress bars and no log lines of transformers, here and in forwards; errors are told in sentences."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def has_accelerate() -> bool:

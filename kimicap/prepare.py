@@ -48,7 +48,7 @@ def prepare(settings: Settings) -> Prepared:
     schema = load_schema(settings.schema_file)
     requests = parse_values(settings.values, schema)
     architecture = architecture_of(settings, schema)
-    requests = [request for request in requests if _is_meant(request, requests, architecture)]
+    requests = [request for request in requests if meant(request, requests, architecture)]
     wants = resolve(architecture, requests, layers=settings.layers, heads=settings.heads)
     _check(settings, wants)
     sequences = batches.read_sequences(
@@ -152,7 +152,7 @@ def free_bytes(out: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _is_meant(request: Any, requests: Sequence[Any], architecture: Architecture) -> bool:
+def meant(request: Any, requests: Sequence[Any], architecture: Architecture) -> bool:
     """Whether a request stays: a bare name means those of its hosts that the model has, if any."""
     if architecture.why_missing(request.value) is None:
         return True

@@ -120,6 +120,12 @@ class Match:
     inside: str
     config: str | None
 
+    def fits(self, found: type) -> bool:
+        """Whether a model of class ``found`` is meant."""
+        module = found.__module__
+        ours = module == self.module or module.startswith(f"{self.module}.")
+        return found.__name__ == self.class_name and ours and self.code in (None, module.rpartition(".")[2])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Router:

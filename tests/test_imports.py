@@ -13,7 +13,8 @@ FILES = sorted(Path(kimicap.__file__).parent.glob("*.py"))
 LONGEST_LINES = 400
 
 ALLOWED = {
-    "torch": "assembly callsites check compared computed first_batch invariants notebook recomputed taken forwards hooks kda kda_chunks kda_triton rows session slots",
+    "torch": "assembly callsites check compared computed first_batch forwards hooks invariants kda kda_chunks "
+    "kda_triton notebook recomputed rows session slots taken",
     "triton": "kda_triton",
     "zarr": "arrays",
     "tensorstore": "shards store",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from transformers import AutoModelForCausalLM
 
 from kimicap.architecture import family_of_config, read_architecture
 from kimicap.check import check_model
@@ -14,6 +15,7 @@ from kimicap.config import load_settings
 from kimicap.errors import UsageError
 from kimicap.forwards import Decoding
 from kimicap.models import load_model, own_code
+from kimicap.notebook import capture
 from kimicap.prepare import prepare
 from kimicap.run import run
 from kimicap.schema import load_schema
@@ -104,6 +106,20 @@ def test_the_release_has_the_sizes_of_its_config():
              "mlp.slot": 16}  # fmt: skip
     assert {key: found.size(*key.split(".")) for key in sizes} == sizes
     assert [key for key, value in schema.values.items() if found.why_missing(value)] == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_notebook_captures_from_a_loaded_model(kind, tmp_path):
+    build, options, _ = MODELS[kind]
+    folder = save_with_code(tmp_path / f"notebook_{kind}", build(**options))
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    model.config._attn_implementation = "eager"
+    with torch.inference_mode(), capture(model, ["residuals", "decays"]) as captured:
+        model(input_ids=torch.tensor([[5, 6, 7]]))
+    expected = reference(model, [5, 6, 7])
+    for block, found in captured["residuals"].items():
+        assert_close(found[0], expected["layers.layer_output"][block], rel=2e-4)
+    assert captured["decays"].keys() == expected["linear_attn.decays"].keys()
 
 
 def test_the_file_with_the_code_is_read_off_the_config(tmp_path):

@@ -63,7 +63,8 @@ def test_form_batches(lengths, batch_tokens, batch_size, max_padding, data):
         padded = max(lengths[i] for i in batch) * len(batch)
         assert len(batch) == 1 or padded <= batch_tokens
         assert batch_size is None or len(batch) <= batch_size
-        assert padded - sum(lengths[i] for i in batch) <= max_padding * padded
+        # Of small batches padding costs nothing.
+        assert padded <= batch_tokens // 8 or padded - sum(lengths[i] for i in batch) <= max_padding * padded
     assert form_batches(lengths, reversed(indices), **how) == batches
 
 

@@ -1,0 +1,5 @@
+"""``python -m kimicap``, which torchrun needs."""
+
+from kimicap.cli import main
+
+main()

@@ -1,0 +1,354 @@
+"""The command line: parse, call one function, map errors to exit codes."""
+
+import functools
+import inspect
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from kimicap._version import __version__
+from kimicap.config import Settings, load_settings
+from kimicap.errors import KimicapError, Stopped
+
+if TYPE_CHECKING:
+    from kimicap.prepare import Prepared
+
+app = typer.Typer(
+    name="kimicap",
+    help="Capture what happens inside Kimi-Linear and Kimi-K3 to labelled zarr arrays.",
+    epilog="Exit codes: 0 done; 1 unexpected failure; 2 wrong usage or settings; 3 capture and settings disagree; "
+    "4 not enough disk or memory; 75 stopped by a signal, to be resumed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
+Capture = Annotated[Path, typer.Argument(help="Folder of the capture.", metavar="CAPTURE")]
+
+# What `plan` and `check` take for --out where none is given: they write nothing there.
+_OUT = "capture.zarr"
+
+
+def main() -> None:
+    """Entry point of the ``kimicap`` program."""
+    try:
+        app(prog_name="kimicap")
+    except KeyboardInterrupt:
+        sys.exit(Stopped.exit_code)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an error becomes; classes of kimicap carry their own."""
+    if isinstance(error, KeyboardInterrupt):
+        return Stopped.exit_code
+    return error.exit_code if isinstance(error, KimicapError) else 1
+
+
+def sentence_of(error: BaseException) -> str:
+    """What a person is told of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Stopped; what was committed is kept, and --resume goes on."
+    if isinstance(error, KimicapError):
+        return str(error)
+    return (
+        f"Unexpected {type(error).__name__}: {error}. This is a fault of kimicap; run again with --debug to see where."
+    )
+
+
+def _command(name: str, *, settings: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command that tells its errors and exits with their codes.
+
+    Args:
+        name: Of the command.
+        settings: It takes every setting as a flag; the function gets those given as ``flags``.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "flags"]
+        names = [parameter.name for parameter in own]
+        debug = _option("debug", bool, False, "Show the traceback of an error.", "--debug")
+        parameters = [*own, *(_setting_options() if settings else ()), debug]
+
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            shown = given.pop("debug")
+            flags = {key: given.pop(key) for key in list(given) if key not in names}
+            try:
+                function(**given, **({"flags": flags} if settings else {}))
+            except (Exception, KeyboardInterrupt) as error:
+                if isinstance(error, (typer.Exit, typer.Abort)):
+                    raise
+                if shown:
+                    traceback.print_exc()
+                typer.echo(f"{_prefix()}{sentence_of(error)}", err=True)
+                raise typer.Exit(exit_code_of(error)) from None
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(name)(command)
+        return command
+
+    return register
+
+
+def _prefix() -> str:
+    """Which process speaks, where there are several."""
+    from kimicap.cluster import find_rank
+
+    try:
+        rank = find_rank()
+    except KimicapError:
+        return ""
+    return f"[rank {rank.rank}] " if rank.rank else ""
+
+
+def _option(name: str, kind: Any, default: Any, about: str, *flags: str, metavar: str | None = None) -> Any:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, typer.Option(*flags, help=about, metavar=metavar)],
+    )
+
+
+def _setting_options() -> Iterator[inspect.Parameter]:
+    """A flag a setting, all of them None where they are not given, so that they leave the config file alone."""
+    for field_name, field in Settings.model_fields.items():
+        name = field.alias or field_name
+        kebab = name.replace("_", "-")
+        # What comes as text and is parsed by the setting itself (sizes like 4GiB) is text here.
+        parsed = any(hasattr(item, "func") for item in field.metadata)
+        kind, choices = _kind(field.annotation, parsed=parsed)
+        about = field.description or ""
+        if field.default is not None and not field.is_required() and kind is not bool:
+            default = f"{field.default / 2**30:g}GiB" if parsed and kind is str else field.default
+            about += f" [default: {default}]"
+        flag = f"--{kebab}/--no-{kebab}" if kind is bool else f"--{kebab}"
+        yield _option(name, kind | None, None, about, flag, metavar=choices)
+
+
+def _kind(annotation: Any, *, parsed: bool) -> tuple[Any, str | None]:
+    """What typer parses for a setting's type, and what `--help` calls it; `load_settings` checks the rest."""
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0], parsed=parsed)
+    if get_origin(annotation) in (Union, UnionType):
+        return _kind(next(kind for kind in get_args(annotation) if kind is not type(None)), parsed=parsed)
+    if get_origin(annotation) is Literal:
+        return str, "|".join(get_args(annotation))
+    if get_origin(annotation) is list:
+        return list[str], "V[,V...]"
+    if annotation in (bool, float) or (annotation is int and not parsed):
+        return annotation, None if annotation is bool else "NUMBER"
+    return str, "SIZE" if annotation is int else "PATH" if annotation is Path else "TEXT"
+
+
+def _prepared(config: Path | None, flags: Mapping[str, Any], *, out: str | None = None) -> "Prepared":
+    """The run that a config file and flags describe; ``out`` where neither names one."""
+    from kimicap.prepare import prepare
+
+    settings = load_settings(config, flags, defaults={} if out is None else {"out": out})
+    return prepare(settings)
+
+
+Config = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; flags override it.")]
+
+
+@_command("run", settings=True)
+def run_command(
+    *,
+    config: Config = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished capture.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a capture that is there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop, as `kimicap plan`.")] = False,
+    flags: Mapping[str, Any],
+) -> None:
+    """Capture values of a model over a dataset."""
+    from kimicap import report
+    from kimicap.cluster import find_rank
+    from kimicap.documents import plan_document
+    from kimicap.prepare import check_room
+
+    rank = find_rank()
+    prepared = _prepared(config, flags)
+    if not rank.rank:
+        report.show_plan(plan_document(prepared), err=not dry_run)
+    if dry_run:
+        return check_room(prepared)
+    from kimicap.run import run
+
+    with _terminated():
+        report.follow(run(prepared, resume=resume, overwrite=overwrite, rank=rank), prepared, rank, resume=resume)
+    if not rank.rank:
+        typer.echo(prepared.settings.out)
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM outside the loop, which handles it itself, stops like Ctrl-C instead of killing without a word."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_command("plan", settings=True)
+def plan_command(*, config: Config = None, as_json: Json = False, flags: Mapping[str, Any]) -> None:
+    """Shapes, bytes, files, memory and free disk of a run; loads no weights."""
+    from kimicap import report
+    from kimicap.documents import plan_document
+    from kimicap.prepare import check_room
+
+    prepared = _prepared(config, flags, out=_OUT)
+    document = plan_document(prepared)
+    if as_json:
+        _print_json(document)
+    else:
+        report.show_plan(document)
+    check_room(prepared)
+
+
+@_command("check", settings=True)
+def check_command(*, config: Config = None, as_json: Json = False, flags: Mapping[str, Any]) -> None:
+    """Run one batch and test every invariant of the values asked for."""
+    from kimicap import report
+    from kimicap.check import run_checks
+
+    checks = [check.data() for check in run_checks(_prepared(config, flags, out=_OUT))]
+    if as_json:
+        _print_json({"checks": checks, "passed": all(check["passed"] for check in checks)})
+    else:
+        report.show_checks(checks)
+    if not all(check["passed"] for check in checks):
+        raise typer.Exit(1)
+
+
+@_command("values")
+def values_command(
+    *,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hub id or local folder; the schema alone without.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Revision of the model on the hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="The modelling code that the checkpoint carries is meant.")
+    ] = False,
+    schema: Annotated[Path | None, typer.Option("--schema", help="Schema file laid over the built-in one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every value by host: layout, bytes, blocks that have it, or why the model lacks it."""
+    from kimicap import report
+    from kimicap.documents import values_document
+    from kimicap.schema import load_schema
+
+    rows = load_schema(schema)
+    architecture = None
+    if model is not None:
+        from kimicap.models import architecture_of
+
+        flags = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
+        # A model is described by settings of a run; what else a run needs plays no part here.
+        settings = load_settings(None, flags, defaults={"dataset": "-", "values": ["-"], "out": "-"})
+        architecture = architecture_of(settings, rows)
+    document = values_document(rows, architecture, model)
+    if as_json:
+        _print_json(document)
+    else:
+        report.show_values(document)
+
+
+@_command("info")
+def info_command(*, capture: Capture, as_json: Json = False) -> None:
+    """What a capture holds, how far it is, and how it was made."""
+    from kimicap import report, store
+
+    found = store.info(capture)
+    if as_json:
+        _print_json(found)
+    else:
+        report.show_info(str(capture), found)
+
+
+@_command("verify")
+def verify_command(
+    *,
+    capture: Capture,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Take damaged blocks back, so that `run --resume` computes them again.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every committed shard back and check its checksums; exit 3 if anything is damaged."""
+    from kimicap import report, store
+    from kimicap import verify as verifying
+    from kimicap.documents import verify_document
+    from kimicap.errors import MismatchError
+
+    with report.counting("verified blocks") as progress:
+        damages = verifying.verify(capture, progress=progress)
+    taken = verifying.repair(capture, damages) if repair else []
+    document = verify_document(str(capture), damages, store.info(capture)["missing"], taken)
+    if as_json:
+        _print_json(document)
+    else:
+        report.show_verify(document)
+    unmended = [damage for damage in damages if damage.block not in taken]
+    if unmended:
+        remedy = "begin another capture" if repair else "--repair takes them back for `kimicap run --resume`"
+        raise MismatchError(f"{capture} has {len(unmended)} damage(s); {remedy}.")
+
+
+@_command("seal")
+def seal_command(*, capture: Capture) -> None:
+    """Declare a capture complete whose blocks are all committed, by several processes say."""
+    from kimicap import store
+
+    opened = store.resume(capture)
+    opened.seal(opened.record["blocks"], {})
+    typer.echo(str(capture))
+
+
+@_command("plot")
+def plot_command(
+    *,
+    capture: Capture,
+    value: Annotated[str, typer.Option("--value", help="Name of the value, bare or dotted.")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write: png, svg or pdf.")],
+    layer: Annotated[int | None, typer.Option("--layer", help="Block of the model; the first captured one.")] = None,
+    head: Annotated[
+        int | None, typer.Option("--head", help="Head, where the value has heads; the first captured one.")
+    ] = None,
+    sequence: Annotated[int, typer.Option("--sequence", help="Sequence.")] = 0,
+) -> None:
+    """Draw one value of one sequence."""
+    from kimicap.plots import plot
+
+    plot(capture, value, out=out, layer=layer, head=head, sequence=sequence)
+    typer.echo(str(out))
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2))

@@ -1,0 +1,151 @@
+"""What the commands tell, as JSON values: ``--json`` prints them, and report.py draws the same for people."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import ceil, prod
+from typing import Any
+
+from kimicap.architecture import Architecture
+from kimicap.layout import ArrayLayout
+from kimicap.prepare import Prepared, free_bytes
+from kimicap.schema import Schema, Value
+from kimicap.value_plan import ValuePlan
+from kimicap.verify import Damage
+
+_ITEM_BYTES = {"index": 2, "int32": 4, "bool": 1}
+_COUNTED = ("position", "query", "key")
+
+
+def values_document(schema: Schema, architecture: Architecture | None, model: str | None) -> dict[str, Any]:
+    """Every value of the schema, and what of it a model has.
+
+    Args:
+        schema: The values.
+        architecture: The model's, or None to list the schema alone.
+        model: Its name, for people.
+
+    Returns:
+        ``model``, ``family``, ``layers`` (all None without a model) and ``values``. Each of these has ``host``,
+        ``name``, ``short_name``, ``layout``, ``dtype``, ``about`` and, of a model: ``blocks`` that have it,
+        ``bytes`` of one ``unit`` of one block as stored before compression, ``all_bytes`` of all its blocks,
+        and ``missing``, the reason why the model lacks it.
+    """
+    short = {full: name for name, full in schema.short_names.items()}
+    return {
+        "model": model,
+        "family": None if architecture is None else architecture.family.name,
+        "layers": None if architecture is None else architecture.layers,
+        "values": [
+            {
+                "host": value.host,
+                "name": value.name,
+                "short_name": short.get(value.key),
+                "layout": list(value.layout),
+                "dtype": value.dtype,
+                "about": value.about,
+                **({} if architecture is None else _in_model(value, architecture)),
+            }
+            for value in schema.values.values()
+        ],
+    }
+
+
+def _in_model(value: Value, architecture: Architecture) -> dict[str, Any]:
+    missing = architecture.why_missing(value)
+    if missing is not None:
+        return {"blocks": [], "bytes": None, "unit": None, "all_bytes": None, "missing": missing}
+    blocks = architecture.blocks_of(value)
+    sizes = [architecture.size(value.host, dim) for dim in value.layout if dim not in _COUNTED]
+    each = prod(sizes) * _ITEM_BYTES.get(value.dtype, 4)
+    return {
+        "blocks": list(blocks),
+        "bytes": each,
+        "unit": _unit(value),
+        "all_bytes": each * max(1, len(blocks)),
+        "missing": None,
+    }
+
+
+def _unit(value: Value) -> str:
+    """What ``bytes`` of a value are counted by."""
+    if value.name == "states":
+        return "state"
+    if "key" in value.layout:
+        return "query and key"
+    return "token" if "position" in value.layout else "sequence"
+
+
+def plan_document(prepared: Prepared) -> dict[str, Any]:
+    """What a run will write.
+
+    Returns:
+        ``arrays``, each with ``path``, ``dims``, ``shape``, ``dtype``, ``bytes`` (uncompressed), ``chunk``, ``shard``
+        and ``files``; the totals ``bytes``, ``disk_bytes`` (expected), ``free_bytes`` (of the disk of ``out``),
+        ``memory_bytes`` (bound of host memory for shards), ``files``, ``blocks``, ``block_sequences``,
+        ``sequences``, ``tokens``; ``model``, ``family``, ``out``, ``fits``, and ``notes`` for people.
+    """
+    plan, settings = prepared.plan, prepared.settings
+    free = free_bytes(settings.out)
+    return {
+        "model": settings.model,
+        "family": prepared.architecture.family.name,
+        "dataset": settings.dataset,
+        "out": settings.out,
+        "arrays": [_array(array) for array in plan.arrays],
+        "sequences": len(plan.lengths),
+        "tokens": int(plan.lengths.sum()),
+        "blocks": plan.blocks,
+        "block_sequences": plan.block_sequences,
+        "files": plan.files,
+        "bytes": plan.nbytes,
+        "disk_bytes": plan.disk_bytes,
+        "free_bytes": free,
+        "memory_bytes": settings.memory,
+        "fits": plan.disk_bytes <= free,
+        "notes": [note for value in plan.values for note in _notes(value, prepared)],
+    }
+
+
+def _array(array: ArrayLayout) -> dict[str, Any]:
+    return {
+        "path": array.path,
+        "dims": list(array.dims),
+        "shape": list(array.shape),
+        "dtype": array.dtype,
+        "bytes": array.nbytes,
+        "chunk": list(array.chunk),
+        "shard": list(array.shard),
+        "files": prod(ceil(size / extent) for size, extent in zip(array.shape, array.shard, strict=True)),
+    }
+
+
+def _notes(value: ValuePlan, prepared: Prepared) -> list[str]:
+    """What a state at every token would cost, where fewer are kept."""
+    positions = value.want.request.positions
+    if value.want.value.name != "states" or positions.kind == "all":
+        return []
+    lengths = prepared.plan.lengths
+    state_bytes = value.row_bytes // value.row_shape[value.row_dims.index("position")] * len(value.want.blocks)
+    kept = sum(positions.window(0, int(length), int(length))[1] for length in lengths)
+    whole, part = size_text(state_bytes * int(lengths.sum())), size_text(state_bytes * kept)
+    return [f"states@all would take {whole}; states@{positions} takes {part}."]
+
+
+def verify_document(path: str, damages: Sequence[Damage], missing: Sequence[int], taken: Sequence[int]) -> Any:
+    """What ``verify`` found: ``damages``, blocks ``missing``, blocks ``taken_back`` by --repair, and ``whole``."""
+    return {
+        "path": path,
+        "whole": not damages and not missing,
+        "damages": [asdict(damage) for damage in damages],
+        "missing": list(missing),
+        "taken_back": list(taken),
+    }
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes for people, in powers of a thousand: ``1.2 GB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size_bytes < 999.5 or unit == "TB":
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    raise AssertionError("unreachable")
