@@ -23,10 +23,15 @@ def into_nothing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Re
         if settings.get("states") == "fast" and next(subject.model.parameters()).device.type != "cuda":
             continue
         prepared = subject.prepared(values, batches=batches, **settings)
+        slots = subject.slots(prepared)
         taken = alternate(
-            {"bare": lambda: subject.forwards(batches), "capture": lambda p=prepared: subject.capture(p)},
+            {
+                "bare": lambda: subject.forwards(batches),
+                "capture": lambda p=prepared, s=slots: subject.capture(p, s),
+            },
             repeats=repeats,
         )
+        slots.close()
         ratio, spread = over(taken["capture"], taken["bare"])
         detail = {**taken, "bytes": prepared.plan.nbytes, "batches": batches}
         yield Result(name=f"{name}, over the bare forward", target=target, measured=ratio, spread=spread, detail=detail)
@@ -48,16 +53,16 @@ def _to(
     subject: Subject, name: str, target: str, values: list[str], folder: Path, *, batches: int, repeats: int
 ) -> Result:
     prepared = subject.prepared(values, batches=batches)
-    shards = whole_shards(prepared)
+    shards, slots = whole_shards(prepared), subject.slots(prepared)
     taken = alternate(
         {
             "bare": lambda: subject.forwards(batches),
             "direct": lambda: write_directly(create(prepared, folder / "direct.zarr"), shards),
-            "capture": lambda: subject.capture(prepared, create(prepared, folder / "capture.zarr")),
+            "capture": lambda: subject.capture(prepared, slots, create(prepared, folder / "capture.zarr")),
         },
         repeats=repeats,
-        warm=False,
     )
+    slots.close()
     ratio, spread = over(taken["capture"], taken["bare"], taken["direct"])
     detail = {**taken, "bytes": prepared.plan.nbytes, "batches": batches}
     return Result(

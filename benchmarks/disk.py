@@ -70,7 +70,8 @@ def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray]) -> No
     import torch
 
     plan, opened = prepared.plan, create(prepared, path)
-    assembler = Assembler(plan, opened, Slots(2**32, pinned=False))
+    slots = Slots(2**32, pinned=False)
+    assembler = Assembler(plan, opened, slots)
     value = plan.values[0]
     tensors = [torch.from_numpy(row) for row in rows[value.key]]
     for number in range(plan.blocks):
@@ -82,6 +83,7 @@ def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray]) -> No
         for write in pending.writes:
             write.result()
     assembler.close()
+    slots.close()
 
 
 def _tensorstore_alone(prepared: Prepared, path: Path, shards: Shards) -> None:

@@ -18,6 +18,7 @@ from kimicap.cluster import Rank
 from kimicap.config import load_settings
 from kimicap.prepare import Prepared, prepare
 from kimicap.session import Session
+from kimicap.slots import Slots
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Kimi-Linear-48B-A3B: 49.1 billion parameters.
@@ -102,11 +103,17 @@ class Subject:
             for _ in range(batches):
                 self.model.model(input_ids=ids, use_cache=False)
 
-    def capture(self, prepared: Prepared, target: Any = None) -> None:
+    def slots(self, prepared: Prepared) -> Slots:
+        """Host memory for captures, to be used again: pinning it is for the start of a run, not for each batch."""
+        on_gpu = next(self.model.parameters()).device.type == "cuda"
+        return Slots(prepared.settings.memory, pinned=on_gpu)
+
+    def capture(self, prepared: Prepared, slots: Slots, target: Any = None) -> None:
         """Captures all blocks into ``target``, or into nothing; on a disk the capture is sealed."""
         plan = prepared.plan
         opened = target or Discard(plan.arrays)
-        for _ in Session(prepared, self.model).capture(opened, range(plan.blocks), rank=Rank()):
+        session = Session(prepared, self.model, slots)
+        for _ in session.capture(opened, range(plan.blocks), rank=Rank(), checked=False):
             pass
         if target is not None:
             opened.seal(plan.blocks, {})

@@ -1,12 +1,12 @@
 """A model's sizes and parts, read off its config by the schema's expressions; no weights, no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kimicap import expressions
 from kimicap.errors import UsageError
-from kimicap.schema import Family, Schema, Site, Value
+from kimicap.schema import Family, Match, Schema, Site, Value
 from kimicap.selection import Request, parse_numbers
 
 
@@ -15,12 +15,14 @@ class Architecture:
     """What of a family one config describes.
 
     Attributes:
+        match: Which of the family's kinds of model it is.
         layers: Number of blocks.
         blocks: Block numbers that have each part, by the part's name; empty for a part outside the blocks.
         config: The config the sizes are read from.
     """
 
     family: Family
+    match: Match
     layers: int
     blocks: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any]
@@ -39,6 +41,12 @@ class Architecture:
                 "to its sizes in the schema."
             )
         return int(expressions.first(expression, self.config))
+
+    def value(self, value: Value) -> Value:
+        """The value with the layout and the description that this family's site gives it, where it gives any."""
+        for site in self.sites(value):
+            value = replace(value, layout=site.layout or value.layout, about=site.about or value.about)
+        return value
 
     def sites(self, value: Value) -> list[Site]:
         """The value's sites in parts that this model has."""
@@ -64,6 +72,10 @@ def read_architecture(family: Family, config: Mapping[str, Any]) -> Architecture
     Raises:
         expressions.MissingKey: The config leaves out a key that the family's sizes or blocks need.
     """
+    matches = [match for match in family.matches if match.model_type == config.get("model_type")] or family.matches
+    match = matches[0]
+    if match.config is not None:
+        config = config[match.config]
     layers = int(expressions.first(family.layers, config))
     blocks = {
         name: tuple(
@@ -75,24 +87,28 @@ def read_architecture(family: Family, config: Mapping[str, Any]) -> Architecture
     }
     for expression in family.sizes.values():
         expressions.first(expression, config)
-    return Architecture(family=family, layers=layers, blocks=blocks, config=config)
+    return Architecture(family=family, match=match, layers=layers, blocks=blocks, config=config)
 
 
-def family_of_config(schema: Schema, config: Mapping[str, Any], *, remote_code: bool, model: str) -> Family:
+def family_of_config(schema: Schema, config: Mapping[str, Any], *, code: str | None, model: str) -> Family:
     """The family whose models have such a config.
 
     Args:
-        remote_code: Whether the checkpoint's own modelling code will be used.
+        code: Name of the checkpoint's own modelling file, if that will be used.
 
     Raises:
         UsageError: None has.
     """
     model_type = config.get("model_type")
     for family in schema.families.values():
-        if family.model_type == model_type and family.remote_code == remote_code:
+        if any(match.model_type == model_type and match.code == code for match in family.matches):
             return family
-    known = ", ".join(f"{family.name} (model_type {family.model_type})" for family in schema.families.values())
-    hint = "loaded by its checkpoint's own code" if remote_code else "in transformers' own code"
+    known = ", ".join(
+        f"{family.name} (model_type {match.model_type}{f' by {match.code}.py' if match.code else ''})"
+        for family in schema.families.values()
+        for match in family.matches
+    )
+    hint = f"loaded by its checkpoint's own {code}.py" if code else "in transformers' own code"
     raise UsageError(
         f"The model {model} has model_type {model_type!r} {hint}, which no family of the schema covers: {known}. "
         "Choose a model of one of these, or add a family with --schema."
@@ -132,6 +148,7 @@ def resolve(
     Raises:
         UsageError: A value the model lacks, or a selection outside it or that leaves nothing.
     """
+    requests = [replace(request, value=architecture.value(request.value)) for request in requests]
     wants = []
     for request in requests:
         value = request.value

@@ -102,15 +102,15 @@ class Assembler:
     def drop(self) -> None:
         """Lets go of the block in hand; those before it go on to the disk."""
         self._pending.dropped = True
-        self._open.clear()
 
     def close(self) -> None:
-        """Waits until nothing uses a slot any more, and lets go of them."""
+        """Waits until nothing uses a slot any more, and gives back those of shards never finished."""
         self.writers.close()
         for stream in self._streams.values():
             stream.synchronize()
+        for shard in self._open.values():
+            self._slots.give(shard.slot)
         self._open.clear()
-        self._slots.close()
 
     def _shard(self, value: ValuePlan, layer: int, sequence: int, head: int) -> Shard:
         grid = [layer // value.shard_layers] if value.leading == 2 else []

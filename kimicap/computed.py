@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kimicap import kda
+from kimicap import kda, recomputed
 from kimicap.architecture import Want
 from kimicap.rows import Rows
 
@@ -39,10 +39,6 @@ class Piece:
     head: int = 0
     complete: bool = True
     unseen: float = 0.0
-
-
-Whole = Callable[[torch.Tensor, Sequence[str]], None]
-"""Takes a tensor in the axes named, as if a site had given it."""
 
 
 def next_token_probs(want: Want, rows: Rows, *, logits: torch.Tensor) -> Iterator[Piece]:
@@ -193,9 +189,7 @@ def attention_probabilities(
         yield replace(piece, tensor=piece.tensor.softmax(-1), unseen=0.0)
 
 
-def expert_outputs(
-    want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Mapping[str, Any]]
-) -> tuple[torch.Tensor, tuple[str, ...]]:
+def expert_outputs(want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Mapping[str, Any]]) -> torch.Tensor:
     """Weighted output of each slot, ``[token, slot, hidden]``, by calling the experts with one slot a row.
 
     Args:
@@ -207,21 +201,24 @@ def expert_outputs(
     module, arguments = experts
     hidden, index, weights = arguments["hidden_states"], arguments["top_k_index"], arguments["top_k_weights"]
     slots = index.shape[1]
-    found = module(hidden.repeat_interleave(slots, 0), index.reshape(-1, 1), weights.reshape(-1, 1))
-    return found.view(hidden.shape[0], slots, -1), ("token", "slot", "hidden")
+    found: torch.Tensor = module(hidden.repeat_interleave(slots, 0), index.reshape(-1, 1), weights.reshape(-1, 1))
+    return found.view(hidden.shape[0], slots, -1)
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        next_token_probs,
-        final_state,
-        states,
-        chunk_states,
-        attention_scores,
-        attention_probabilities,
-        expert_outputs,
-    )
+    **recomputed.FUNCTIONS,
+    **{
+        function.__name__: function
+        for function in (
+            next_token_probs,
+            final_state,
+            states,
+            chunk_states,
+            attention_scores,
+            attention_probabilities,
+            expert_outputs,
+        )
+    },
 }
 
 

@@ -51,6 +51,8 @@ class FirstBatch:
         odd = ~finite
         if "key" in self._wants[key].value.layout:
             odd = odd & (tensor != -torch.inf)
+        if self._wants[key].value.layout[-1] == "source":  # NaN where nothing is stored yet
+            odd = odd & ~tensor.isnan()
         lowest = torch.where(finite, tensor, _limit(tensor, high=True)).amin()
         highest = torch.where(finite, tensor, _limit(tensor, high=False)).amax()
         if key == PATTERNS:

@@ -44,9 +44,10 @@ class Runner:
     """
 
     def __init__(self, model: torch.nn.Module, architecture: Architecture, recorder: Recorder, *, head: bool) -> None:
+        model = model.get_submodule(architecture.match.inside)
         self._model, self._recorder = model, recorder
         self._trunk = model if head else model.get_submodule(architecture.family.trunk)
-        self._device = next(model.parameters()).device
+        self._device = _input_device(model)
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.2x renamed the argument; both are never there at once.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -137,6 +138,15 @@ class Runner:
             arguments[self._cache_name] = cache
         with torch.inference_mode():
             return _within_memory(module)(**arguments)
+
+
+def _input_device(model: torch.nn.Module) -> torch.device:
+    """Where the model takes its token ids: its first weights' device, or where accelerate brings offloaded ones."""
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    devices = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in model.modules())
+    return next(torch.device(found) for found in devices if found is not None)
 
 
 def _within_memory(module: torch.nn.Module) -> Callable[..., Any]:

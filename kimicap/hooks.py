@@ -7,14 +7,15 @@ stay bit for bit what they are without.
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from kimicap import computed
+from kimicap import computed, expressions
 from kimicap.architecture import Architecture, Want
+from kimicap.callsites import functions_of, origin_of, replaced
 from kimicap.computed import Piece, pick_heads
 from kimicap.errors import UsageError
 from kimicap.rows import Rows, to_layout
@@ -56,19 +57,16 @@ class Recorder:
         self.fired: set[tuple[str, int | None]] = set()
         self.dtypes: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
-        self._model, self._architecture, self._sink = model, architecture, sink
+        self._model = model.get_submodule(architecture.match.inside)
+        self._architecture, self._sink = architecture, sink
         self._wants = {(site.part, site.name): want for want in wants for site in architecture.sites(want.value)}
         self._paused = False
         self._running: dict[str, int | None] = {}
         self._found: dict[tuple[str, int | None], dict[str, Any]] = defaultdict(dict)
-        self._computed: dict[str, list[Site]] = defaultdict(list)
-        for part, name in self._wants:
-            site = self._sites[part][name]
-            if site.compute is not None:
-                self._computed[part].append(site)
-        self._ingredients = {
-            (part, name) for part, sites in self._computed.items() for site in sites for name in site.inputs.values()
-        }
+        self._computed: dict[tuple[str, int | None], list[Site]] = {}
+        self._ingredients: set[tuple[str, str]] = set()
+        self._modules: dict[tuple[str, int | None], dict[str, torch.nn.Module]] = {}
+        self._hosts: dict[tuple[str, int | None], torch.nn.Module] = {}
         self._called: dict[tuple[str, int | None], list[Site]] = {}
 
     @contextmanager
@@ -121,7 +119,7 @@ class Recorder:
             if name not in needed:
                 needed[name] = sites[name]
                 names += sites[name].inputs.values()
-        return [site for site in needed.values() if site.compute is None]
+        return list(needed.values())
 
     def _attach(self, stack: ExitStack, part: str, block: int | None) -> None:
         row = self._architecture.family.parts[part]
@@ -134,8 +132,16 @@ class Recorder:
             )
         stack.callback(host.register_forward_pre_hook(self._enter(part, block)).remove)
         needed = self._needed(part, block)
+        self._hosts[part, block] = host
+        self._computed[part, block] = [site for site in needed if site.compute is not None]
+        self._ingredients |= {(part, name) for site in needed for name in site.inputs.values()}
+        self._modules[part, block] = {
+            site.name: self._module(f"{path}.{site.module}", what=f"site of {site.name}")
+            for site in needed
+            if site.module is not None
+        }
         for site in needed:
-            if site.call is None:
+            if site.input is not None or site.output is not None:
                 self._hook(stack, site, host, path, block)
         self._called[part, block] = [site for site in needed if site.call is not None]
         for name in sorted({site.call for site in needed if site.call is not None}):
@@ -197,25 +203,28 @@ class Recorder:
     def _wrap_call(self, stack: ExitStack, call: Call, host: torch.nn.Module) -> None:
         """Puts a recording wrapper in the place of each of the call's functions, once for all blocks."""
         modelling = sys.modules[type(host).__module__]
-        for namespace, name in _functions(call, host, modelling):
-            original = namespace.get(name)
+        for namespace, name in functions_of(call, host, modelling):
+            original = namespace.get(name) if call.method is None else getattr(host, name, None)
             if original is None:
+                where = modelling.__name__ if call.method is None else type(host).__name__
                 raise UsageError(
-                    f"{modelling.__name__} has no function {name!r}, where the schema has the call {call.name}; "
+                    f"{where} has no function {name!r}, where the schema has the call {call.name}; "
                     "the schema does not fit this model."
                 )
-            if getattr(original, "recorder", None) is self:
+            if (self, call.name) in getattr(original, "recorders", ()):
                 continue
-            stack.enter_context(_replaced(namespace, name, self._wrapper(call, original)))
+            stack.enter_context(replaced(namespace, name, self._wrapper(call, original)))
 
     def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
-        names, origin = tuple(inspect.signature(original).parameters), _origin(original)
+        names, origin = tuple(inspect.signature(original).parameters), origin_of(original)
         ask = {**call.ask, **(call.fast if self._fast else {})}
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             if self._paused or call.part not in self._running:
                 return original(*args, **kwargs)
             block = self._running[call.part]
+            if not self._is_meant(call, block, names, args, kwargs):
+                return original(*args, **kwargs)
             output = original(*args, **{**kwargs, **ask})
             if self._fast and call.returns is not None and len(output) == call.returns:
                 raise UsageError(
@@ -226,16 +235,31 @@ class Recorder:
             for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
                     where = f"{site.name} at the call {call.name} of block {block}"
-                    found = (
-                        _item(site.result, output, where)
-                        if site.result is not None
-                        else _argument(site.argument, names, args, kwargs, where)
-                    )
+                    if site.whole:
+                        given = {**dict(zip(names, args, strict=False)), **kwargs}
+                        found: Any = (original, [given[name] for name in names if name in given])
+                    elif site.argument is not None:
+                        found = _argument(site.argument, names, args, kwargs, where)
+                    else:
+                        results = (output,) if isinstance(output, torch.Tensor) else output
+                        found = _item(site.result, results, where)
                     self._read(site, block, found, where)
             return output if call.returns is None else output[: call.returns]
 
-        recording.recorder = self  # type: ignore[attr-defined]
+        # Other calls may wrap the same function: signature and origin are those of the innermost.
+        recording.__wrapped__ = original  # type: ignore[attr-defined]
+        recording.recorders = (*getattr(original, "recorders", ()), (self, call.name))  # type: ignore[attr-defined]
         return recording
+
+    def _is_meant(
+        self, call: Call, block: int | None, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether the arguments are the modules that the call's ``where`` names."""
+        host = self._hosts[call.part, block]
+        return all(
+            _argument(argument, names, args, kwargs, call.name) is host.get_submodule(path)
+            for argument, path in call.where.items()
+        )
 
     def _read(self, site: Site, block: int | None, raw: Any, where: str) -> None:
         """Takes what a site gave: hands the value over if it is wanted, and computes what it completes."""
@@ -244,7 +268,9 @@ class Recorder:
         want = self._wants.get((site.part, site.name))
         tensor = raw
         if isinstance(raw, torch.Tensor) and site.axes is not None:
-            layout = _own_layout(site.axes) if want is None else want.value.layout
+            layout = want.value.layout if want is not None else site.layout or _own_layout(site.axes)
+            if site.cut is not None:
+                raw = raw.narrow(site.axes.index(site.cut), 0, self._size(site.part, site.cut))
             tensor = self._laid_out(raw.clone() if site.overwritten else raw, site.axes, layout, site.part, where)
         if want is not None and tensor is not None and block in self._blocks(want, site.part):
             if site.keep != "first" or self.rows.first:
@@ -257,29 +283,31 @@ class Recorder:
     def _laid_out(
         self, raw: torch.Tensor, axes: Sequence[str], layout: Sequence[str], part: str, where: str
     ) -> torch.Tensor:
-        host = self._architecture.family.parts[part].host
-        return to_layout(raw, axes, layout, self.rows, lambda dim: self._architecture.size(host, dim), where)
+        return to_layout(raw, axes, layout, self.rows, lambda dim: self._size(part, dim), where)
+
+    def _size(self, part: str, dim: str) -> int:
+        return self._architecture.size(self._architecture.family.parts[part].host, dim)
 
     def _compute(self, part: str, block: int | None, found: dict[str, Any], latest: str) -> None:
+        there = {**self._modules[part, block], **found}
         pending = [
             site
-            for site in self._computed[part]
-            if latest in site.inputs.values()
-            and all(name in found for name in site.inputs.values())
-            and block in self._blocks(self._wants[part, site.name], part)
+            for site in self._computed[part, block]
+            if latest in site.inputs.values() and all(name in there for name in site.inputs.values())
         ]
         for site in pending:
-            want = self._wants[part, site.name]
-            ingredients = {key: found[name] for key, name in site.inputs.items()}
+            want = self._wants.get((part, site.name))
+            ingredients = {key: there[name] for key, name in site.inputs.items()}
+            config = self._architecture.config
+            numbers = {key: expressions.first(number, config) for key, number in site.numbers.items()}
             with self.paused():
-                result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients)
-                if isinstance(result, tuple):
-                    where = f"{site.name} of block {block}"
-                    self._hand_over(want, block, self._laid_out(result[0], result[1], want.value.layout, part, where))
-                else:
+                result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients, **numbers)
+                if want is not None and not isinstance(result, torch.Tensor):
                     for piece in result:
                         self._give(want.value.key, block, piece)
-            self.fired.add((want.value.key, block))
+                    self.fired.add((want.value.key, block))
+            if isinstance(result, torch.Tensor):  # a value like any other, and perhaps an ingredient
+                self._read(site, block, result, f"{site.name} of block {block}")
 
     def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:
         """Cuts ``[batch, *layout]`` into rows, each narrowed to its own tokens and the positions and heads wanted."""
@@ -350,44 +378,3 @@ def _item(which: str | int | None, output: Any, where: str) -> Any:
         return output[which]
     except (IndexError, KeyError, TypeError):
         raise UsageError(f"{where}: the output, a {type(output).__name__}, has no item {which!r}.") from None
-
-
-def _functions(
-    call: Call, host: torch.nn.Module, modelling: Any
-) -> list[tuple[MutableMapping[str, Callable[..., Any]], str]]:
-    """Where the call's functions are looked up: a namespace and a name each."""
-    if not call.attention:
-        return [(vars(modelling), name) for name in call.functions]
-    implementation = str(getattr(host.config, "_attn_implementation"))  # noqa: B009
-    if implementation == "eager":
-        return [(vars(modelling), "eager_attention_forward")]
-    return [(modelling.ALL_ATTENTION_FUNCTIONS, implementation)]
-
-
-@contextmanager
-def _replaced(namespace: MutableMapping[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another function under a name, the original back on leaving. Transformers' registry keeps local overrides."""
-    local = getattr(namespace, "_local_mapping", namespace)
-    original = local.get(name)
-    namespace[name] = function
-    try:
-        yield
-    finally:
-        if original is None:
-            del namespace[name]
-        else:
-            namespace[name] = original
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    """Module and name of the code behind a function; transformers hides the kernel it chose in a closure."""
-    inner = function
-    while hasattr(inner, "__wrapped__") or inspect.isfunction(inner):
-        hidden = inspect.getclosurevars(inner).nonlocals.get("implementation") if inspect.isfunction(inner) else None
-        if hidden is not None:
-            inner = hidden
-        elif hasattr(inner, "__wrapped__"):
-            inner = inner.__wrapped__
-        else:
-            break
-    return f"{inner.__module__}.{getattr(inner, '__name__', type(inner).__name__)}"

@@ -132,6 +132,7 @@ def router_rule(model: torch.nn.Module, architecture: Architecture) -> RouterRul
     if router is None or expressions.first(router.groups, architecture.config) != 1:
         return None
     path, biases = architecture.family.parts[router.part].module, {}
+    model = model.get_submodule(architecture.match.inside)
     for block in architecture.blocks[router.part]:
         bias: Any = attrgetter(router.bias)(model.get_submodule(path.format(layer=block)))
         if bias.device.type == "meta":

@@ -43,9 +43,12 @@ def architecture_of(settings: Settings, schema: Schema) -> Architecture:
         ) from None
 
 
-def uses_remote_code(settings: Settings, config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint's own modelling code will run."""
-    return settings.trust_remote_code and "auto_map" in config
+def own_code(settings: Settings, config: Mapping[str, Any]) -> str | None:
+    """Name of the checkpoint's own modelling file, or None if transformers' code will run."""
+    named = config.get("auto_map") or {}
+    if not settings.trust_remote_code or "AutoModelForCausalLM" not in named:
+        return None
+    return str(named["AutoModelForCausalLM"]).split("--")[-1].split(".")[0]
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
@@ -108,6 +111,8 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
             "--dtype."
         ) from None
     check_class(model, architecture)
+    _set_attention(model.get_submodule(architecture.match.inside), settings.attention)
+    bring_in_uncalled(model, architecture)
     found: torch.nn.Module = model.requires_grad_(False).eval()
     return found
 
@@ -133,12 +138,42 @@ def check_class(model: "torch.nn.Module", architecture: Architecture) -> None:
     Raises:
         UsageError: It is another.
     """
-    family, found = architecture.family, type(model)
-    if found.__name__ != family.class_name or not found.__module__.startswith(family.module):
+    family, match, found = architecture.family, architecture.match, type(model)
+    if not match.fits(found):
         raise UsageError(
             f"The model is a {found.__name__} of {found.__module__}, where the family {family.name} expects a "
-            f"{family.class_name} of {family.module}; the schema does not fit it."
+            f"{match.class_name} of {match.module}; the schema does not fit it."
         )
+
+
+def _set_attention(model: Any, wanted: str | None) -> None:
+    """Undoes what checkpoints' own code forces: an attention implementation not asked for, or not installed."""
+    from transformers.utils import is_flash_attn_2_available
+
+    forced = model.config._attn_implementation
+    if wanted is None and forced == "flash_attention_2" and not is_flash_attn_2_available():
+        wanted = "eager"
+    if wanted is not None and wanted != forced:
+        model.config._attn_implementation = wanted
+
+
+def bring_in_uncalled(model: "torch.nn.Module", architecture: Architecture) -> None:
+    """Loads offloaded weights of modules that the model reads but never calls.
+
+    Accelerate brings a module's weights when it is called; the code of a model that hands weights to a function
+    would find none. They are small (a vector each), and stay on their device from here on.
+    """
+    inner = model.get_submodule(architecture.match.inside)
+    for part, sites in architecture.family.sites.items():
+        for site in sites.values():
+            if site.module is None:
+                continue
+            path = f"{architecture.family.parts[part].module}.{site.module}"
+            for block in architecture.blocks[part] or (None,):
+                module = inner.get_submodule(path.format(layer=block))
+                hook: Any = getattr(module, "_hf_hook", None)
+                if hook is not None and any(weight.is_meta for weight in module.parameters()):
+                    hook.pre_forward(module)
 
 
 def versions() -> dict[str, str]:
@@ -155,8 +190,7 @@ def versions() -> dict[str, str]:
 
 
 def _architecture(settings: Settings, schema: Schema, config: Mapping[str, Any]) -> Architecture:
-    remote = uses_remote_code(settings, config)
-    family = family_of_config(schema, config, remote_code=remote, model=settings.model)
+    family = family_of_config(schema, config, code=own_code(settings, config), model=settings.model)
     return read_architecture(family, config)
 
 

@@ -88,7 +88,7 @@ def capture(
     recorder = Recorder(model, architecture, wants, latest.take)
     captured = Captured(latest.keys, known.short_names)
     # The trunk is run by the model, or alone: hooks on both see either.
-    trunk = model.get_submodule(architecture.family.trunk)
+    trunk = model.get_submodule(architecture.match.inside).get_submodule(architecture.family.trunk)
     names = tuple(inspect.signature(trunk.forward).parameters)
 
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,9 +119,12 @@ def _architecture(model: torch.nn.Module, schema: Schema) -> Architecture:
 def _family(model: torch.nn.Module, schema: Schema) -> Family:
     found = type(model)
     for family in schema.families.values():
-        if found.__name__ == family.class_name and found.__module__.startswith(family.module):
+        if any(match.fits(found) for match in family.matches):
             return family
-    known = " or ".join(f"{family.class_name} of {family.module}" for family in schema.families.values())
+    matches = [match for family in schema.families.values() for match in family.matches]
+    known = " or ".join(
+        f"{match.class_name} of {match.module}{f' ({match.code}.py)' if match.code else ''}" for match in matches
+    )
     raise UsageError(
         f"The model is a {found.__name__} of {found.__module__}, which no family of the schema covers; pass a {known}, "
         "or name a schema file that has its family."

@@ -45,8 +45,8 @@ def to_layout(
     """A site's tensor as ``[batch, *layout]``, its sizes checked.
 
     The position axis holds the forward's ``width_tokens``, padding included; of a ``past`` axis, which also
-    holds the cache, the last ``width_tokens`` are kept. Tensors that lost their padding on the way, ``[1, real
-    tokens, …]``, are given it back, as zeros.
+    holds the cache, the last ``width_tokens`` are kept. A ``token`` axis may also come unfolded, as two.
+    Tensors that lost their padding on the way, ``[1, real tokens, …]``, are given it back, as zeros.
 
     Args:
         tensor: As it was found.
@@ -64,7 +64,10 @@ def to_layout(
     names = ["position" if name == "token" else name for name in names]
     if "token" in axes:
         names.insert(names.index("position"), "batch")
-    unpadded = sum(rows.counts) if batch > 1 and "position" in names and len(axes) == tensor.ndim else -1
+    if "token" in axes and tensor.ndim == len(axes) + 1:
+        axes = [part for axis in axes for part in (("batch", "position") if axis == "token" else (axis,))]
+    padless = list(axes[:2]) == ["batch", "position"] and list(tensor.shape[:2]) == [1, sum(rows.counts)]
+    padless = padless and list(tensor.shape[:2]) != [batch, width]
     expected: list[int] = []
     for axis, found in zip(axes, tensor.shape, strict=False):
         sizes = {"batch": batch, "token": batch * width, "position": width, "past": max(found, width)}
@@ -72,15 +75,15 @@ def to_layout(
         for name in axis.split("*"):
             product *= sizes[name] if name in sizes else size(name)
         expected.append(product)
-    if unpadded > 0 and "batch" in axes and tensor.shape[0] == 1 and tensor.shape[1] == unpadded:
-        expected[0], expected[1] = 1, unpadded
+    if padless:
+        expected[:2] = tensor.shape[:2]
     if list(tensor.shape) != expected or len(axes) != tensor.ndim:
         wanted = f"{list(axes)}" + (f" = {expected}" if len(axes) == tensor.ndim else "")
         raise UsageError(
             f"{where}: expected a tensor of axes {wanted}, found shape {list(tensor.shape)}; the schema's axes or "
             "sizes do not fit this model."
         )
-    if expected[0] == 1 and batch > 1:
+    if padless:
         tensor = _pad(tensor, rows)
     shape = [{"batch": batch, "position": width}.get(name) or size(name) for name in names if name != "past"]
     if "past" in names:

@@ -45,12 +45,17 @@ class Site:
     output: str | None = None
     call: str | None = None
     compute: str | None = None
+    module: str | None = None
     batch: str | None = None
     argument: str | int | None = None
     item: str | int | None = None
     result: int | None = None
     inputs: Mapping[str, str]
+    numbers: Mapping[str, tuple[str, ...]]
     axes: tuple[str, ...] | None = None
+    layout: tuple[str, ...] | None = None
+    about: str | None = None
+    cut: str | None = None
     absent: bool = False
     whole: bool = False
     keep: str = "last"
@@ -63,7 +68,7 @@ class Site:
             return f"{self.compute}({', '.join(self.inputs.values())})"
         if self.batch is not None:
             return f"batch {self.batch}"
-        where = f"{self.part} {self.call or self.input or self.output}"
+        where = f"{self.part} {self.call or self.input or self.output or self.module}"
         what = "argument" if self.argument is not None else "input" if self.input else "output"
         which = next((str(x) for x in (self.argument, self.item, self.result) if x is not None), "")
         return f"{where} {what} {which}".rstrip()
@@ -82,15 +87,44 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A function that a part's forward calls, by its names in the modelling module."""
+    """A function or method that a part's forward calls. Fields as in schema.yaml."""
 
     name: str
     part: str
     functions: tuple[str, ...]
+    method: str | None
     attention: bool
+    where: Mapping[str, str]
     ask: Mapping[str, Any]
     fast: Mapping[str, Any]
     returns: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """By what a family's models are known.
+
+    Attributes:
+        class_name: Class of the model.
+        module: Beginning of the module that the class is from.
+        model_type: As config.json has it.
+        code: Name of the checkpoint's own modelling file, or None for transformers' own code.
+        inside: Path of the module in the model to which the family's paths are relative.
+        config: Key of config.json under which that module's config lies.
+    """
+
+    class_name: str
+    module: str
+    model_type: str
+    code: str | None
+    inside: str
+    config: str | None
+
+    def fits(self, found: type) -> bool:
+        """Whether a model of class ``found`` is meant."""
+        module = found.__module__
+        ours = module == self.module or module.startswith(f"{self.module}.")
+        return found.__name__ == self.class_name and ours and self.code in (None, module.rpartition(".")[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +152,7 @@ class Family:
 
     name: str
     about: str
-    class_name: str
-    module: str
-    model_type: str
-    remote_code: bool
+    matches: tuple[Match, ...]
     trunk: str
     head: frozenset[str]
     layers: tuple[str, ...]
@@ -190,7 +221,7 @@ def _overlay(below: Any, above: Any) -> Any:
 
 
 def _is_leaf(row: dict[str, Any]) -> bool:
-    return any(key in row for key in ("input", "output", "call", "compute", "batch"))
+    return any(key in row for key in ("input", "output", "call", "compute", "module", "batch"))
 
 
 def _build(tree: Mapping[str, Any]) -> Schema:
@@ -210,7 +241,7 @@ def _build(tree: Mapping[str, Any]) -> Schema:
 
 
 def _family(name: str, row: Mapping[str, Any]) -> Family:
-    match = row["match"]
+    matches = row["match"] if isinstance(row["match"], list) else [row["match"]]
     parts = {
         key: Part(
             name=key,
@@ -226,6 +257,8 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
             name=key,
             part=call["part"],
             functions=tuple(call.get("functions", ())),
+            method=call.get("method"),
+            where=call.get("where", {}),
             attention=call.get("attention", False),
             ask=call.get("ask", {}),
             fast=call.get("fast", {}),
@@ -237,10 +270,17 @@ def _family(name: str, row: Mapping[str, Any]) -> Family:
     return Family(
         name=name,
         about=row["about"],
-        class_name=match["class"],
-        module=match["module"],
-        model_type=match["model_type"],
-        remote_code=match["remote_code"],
+        matches=tuple(
+            Match(
+                class_name=match["class"],
+                module=match["module"],
+                model_type=match["model_type"],
+                code=match.get("code"),
+                inside=match.get("inside", ""),
+                config=match.get("config"),
+            )
+            for match in matches
+        ),
         trunk=row["trunk"],
         head=frozenset(row["head"]),
         layers=_many(row["layers"]),
@@ -259,10 +299,13 @@ def _router(row: Mapping[str, Any]) -> Router:
 
 
 def _site(part: str, name: str, row: Mapping[str, Any]) -> Site:
-    fields = {key: value for key, value in row.items() if key not in ("from", "axes", "fast")}
-    axes = tuple(row["axes"]) if "axes" in row else None
+    fields = {key: value for key, value in row.items() if key not in ("from", "axes", "layout", "numbers", "fast")}
+    axes, layout = (tuple(row[key]) if key in row else None for key in ("axes", "layout"))
+    numbers = {key: _many(expression) for key, expression in row.get("numbers", {}).items()}
     fast = _site(part, name, row["fast"]) if "fast" in row else None
-    return Site(name=name, part=part, inputs=row.get("from", {}), axes=axes, fast=fast, **fields)
+    return Site(
+        name=name, part=part, inputs=row.get("from", {}), numbers=numbers, axes=axes, layout=layout, fast=fast, **fields
+    )
 
 
 def _many(item: Any) -> tuple[str, ...]:

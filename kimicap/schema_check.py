@@ -8,7 +8,7 @@ from typing import Any
 from kimicap import expressions
 
 DTYPES = ("computed", "float32", "index", "int32", "bool")
-READS = ("input", "output", "call", "compute", "batch")
+READS = ("input", "output", "call", "compute", "module", "batch")
 COMPUTED = (
     "next_token_probs",
     "final_state",
@@ -17,6 +17,13 @@ COMPUTED = (
     "attention_scores",
     "attention_probabilities",
     "expert_outputs",
+    "sigmoid",
+    "log_decays",
+    "situ",
+    "router_logits",
+    "slot_outputs",
+    "mix_sources",
+    "mix_weights",
 )
 KEEPS = ("first", "last")
 INVARIANTS = (
@@ -34,10 +41,11 @@ RAW_AXES = ("batch", "token", "past")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TOP = {"dimensions": dict, "short_names": dict, "values": dict, "families": dict}
 _VALUE = {"layout": list, "dtype": str, "about": str}
-_MATCH = {"class": str, "module": str, "model_type": str, "remote_code": bool}
+_MATCH = {"class": str, "module": str, "model_type": str}
+_MATCH_MORE = {"code": str, "inside": str, "config": str}
 _FAMILY = {
     "about": str,
-    "match": dict,
+    "match": (dict, list),
     "trunk": str,
     "head": list,
     "layers": (str, list),
@@ -58,19 +66,32 @@ _SITE = {
     "output": str,
     "call": str,
     "compute": str,
+    "module": str,
     "batch": str,
     "argument": (str, int),
     "item": (str, int),
     "result": int,
     "from": dict,
+    "numbers": dict,
     "axes": list,
+    "layout": list,
+    "about": str,
+    "cut": str,
     "absent": bool,
     "whole": bool,
     "keep": str,
     "overwritten": bool,
     "fast": dict,
 }
-_CALL = {"functions": list, "attention": bool, "ask": dict, "fast": dict, "returns": int}
+_CALL = {
+    "functions": list,
+    "method": str,
+    "where": dict,
+    "attention": bool,
+    "ask": dict,
+    "fast": dict,
+    "returns": int,
+}
 
 
 def problems_of(tree: Mapping[str, Any]) -> list[str]:
@@ -124,7 +145,10 @@ def _family(path: str, row: Any, tree: Mapping[str, Any]) -> Iterator[str]:
     if found:
         yield from found
         return
-    yield from _keys(f"{path}.match", row["match"], required=_MATCH)
+    several = isinstance(row["match"], list)
+    for number, match in enumerate(row["match"] if several else [row["match"]]):
+        where = f"{path}.match.{number}" if several else f"{path}.match"
+        yield from _keys(where, match, required=_MATCH, optional=_MATCH_MORE)
     for key, size in {"layers": row["layers"], **{f"sizes.{k}": v for k, v in row["sizes"].items()}}.items():
         yield from _expressions(f"{path}.{key}", size)
     for key in row["sizes"]:
@@ -183,8 +207,8 @@ def _call(path: str, call: Any, parts: Mapping[str, Any]) -> Iterator[str]:
     call = _table(call)
     if "part" in call and call["part"] not in parts:
         yield f"{path}.part: no part is called {call['part']!r}{_nearest(call['part'], parts)}"
-    if bool(call.get("functions")) == bool(call.get("attention")):
-        yield f"{path}: needs either `functions` or `attention: true`"
+    if sum(bool(call.get(key)) for key in ("functions", "method", "attention")) != 1:
+        yield f"{path}: needs one of `functions`, `method` and `attention: true`"
 
 
 def _site(
@@ -214,18 +238,22 @@ def _site(
     if reads[0] == "compute":
         if site["compute"] not in COMPUTED:
             yield f"{path}.compute: no function is called {site['compute']!r}{_nearest(site['compute'], COMPUTED)}"
+        for key, expression in _table(site.get("numbers")).items():
+            yield from _expressions(f"{path}.numbers.{key}", expression)
         for key, source in _table(site.get("from")).items():
             if source not in siblings:
                 yield f"{path}.from.{key}: this part has no site {source!r}{_nearest(source, siblings)}"
-        return
     if reads[0] == "call" and site["call"] not in family.get("calls", {}):
         yield f"{path}.call: no call is named {site['call']!r}{_nearest(site['call'], family.get('calls', {}))}"
-    if reads[0] == "call" and ("argument" in site) == ("result" in site):
-        yield f"{path}: a call site needs either `argument` or `result`"
+    if reads[0] == "call" and [key in site for key in ("argument", "result", "whole")].count(True) != 1:
+        yield f"{path}: a call site needs one of `argument`, `result` and `whole: true`"
     if reads[0] == "input" and "argument" not in site:
         yield f"{path}.argument: missing; which argument of the module is meant is always written"
-    if not name.startswith("_") and reads[0] != "batch" and "axes" not in site:
+    if not name.startswith("_") and reads[0] not in ("batch", "compute") and "axes" not in site:
         yield f"{path}.axes: missing; the axes as they are at the site are always written"
+    for number, axis in enumerate(site.get("layout", [])):
+        if axis not in tree["dimensions"]:
+            yield f"{path}.layout.{number}: no dimension is called {axis!r}{_nearest(axis, tree['dimensions'])}"
     for number, axis in enumerate(site.get("axes", [])):
         for factor in str(axis).split("*"):
             if factor not in tree["dimensions"] and factor not in RAW_AXES:

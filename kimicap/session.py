@@ -46,10 +46,17 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Session:
-    """One model and what is wanted of it."""
+    """One model and what is wanted of it.
 
-    def __init__(self, prepared: Prepared, model: torch.nn.Module) -> None:
+    Args:
+        prepared: The plan.
+        model: The loaded model.
+        slots: Host memory to use, and to leave as it is; without, each capture takes its own.
+    """
+
+    def __init__(self, prepared: Prepared, model: torch.nn.Module, slots: Slots | None = None) -> None:
         self._prepared, self._model = prepared, model
+        self._slots = slots
         self._fast = prepared.settings.states == "fast"
 
     def probe(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -80,14 +87,21 @@ class Session:
             )
         return recorder.kernels, recorder.dtypes
 
-    def capture(self, store: Store, blocks: Sequence[int], *, rank: Rank) -> Iterator[Event]:
+    def capture(self, store: Store, blocks: Sequence[int], *, rank: Rank, checked: bool = True) -> Iterator[Event]:
         """Captures blocks into a store.
+
+        Args:
+            store: The capture.
+            blocks: Numbers of the blocks to do.
+            rank: Who does them.
+            checked: Whether the first batch is checked, which a benchmark of the batches after it leaves out.
 
         Raises:
             KimicapError: See `Loop.run`.
         """
         prepared, settings = on_existing(self._prepared, store.layouts), self._prepared.settings
         on_gpu = any(parameter.device.type == "cuda" for parameter in self._model.parameters())
+        slots = self._slots or Slots(settings.memory, pinned=on_gpu)
         loop = Loop(
             plan=prepared.plan,
             store=store,
@@ -99,14 +113,22 @@ class Session:
                 batch_size=settings.batch_size,
                 rank=rank.rank,
             ),
-            slots=Slots(settings.memory, pinned=on_gpu),
+            slots=slots,
             decoding=decoding_of(settings, self._model),
             continued=settings.split_long == "continue",
-            first=FirstBatch(prepared.architecture, prepared.wants, router_rule(self._model, prepared.architecture)),
+            first=self._first_batch() if checked else None,
         )
         recorder = Recorder(self._model, prepared.architecture, prepared.wants, loop.sink, fast=self._fast)
-        with signals(loop.stop):
-            yield from loop.run(self._runner(recorder), recorder, blocks)
+        try:
+            with signals(loop.stop):
+                yield from loop.run(self._runner(recorder), recorder, blocks)
+        finally:
+            if self._slots is None:
+                slots.close()
+
+    def _first_batch(self) -> FirstBatch:
+        architecture = self._prepared.architecture
+        return FirstBatch(architecture, self._prepared.wants, router_rule(self._model, architecture))
 
     def _runner(self, recorder: Recorder) -> Runner:
         return Runner(self._model, self._prepared.architecture, recorder, head=self._prepared.needs_head)

@@ -49,6 +49,7 @@ def whole_want(
     positions = Positions(kind="every", step=step) if value.name == "states" else Positions()
     known = () if value.host == "model" else architecture.blocks_of(value)
     chosen = known if blocks is None else tuple(block for block in known if block in blocks)
+    value = architecture.value(value)
     return Want(request=Request(value=value, positions=positions), blocks=chosen, heads=None)
 
 

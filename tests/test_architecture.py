@@ -162,16 +162,16 @@ def test_a_size_that_the_family_lacks():
 
 
 def test_the_family_of_a_config():
-    assert family_of_config(SCHEMA, HUB, remote_code=False, model="m") is FAMILY
+    assert family_of_config(SCHEMA, HUB, code=None, model="m") is FAMILY
     with pytest.raises(UsageError) as failure:
-        family_of_config(SCHEMA, {"model_type": "llama"}, remote_code=False, model="some/llama")
+        family_of_config(SCHEMA, {"model_type": "llama"}, code=None, model="some/llama")
     assert str(failure.value).startswith(
         "The model some/llama has model_type 'llama' in transformers' own code, which no family of the schema covers: "
         "kimi_linear (model_type kimi_linear)"
     )
     assert str(failure.value).endswith("Choose a model of one of these, or add a family with --schema.")
-    with pytest.raises(UsageError, match="model_type None loaded by its checkpoint's own code"):
-        family_of_config(SCHEMA, {}, remote_code=True, model="m")
+    with pytest.raises(UsageError, match=r"model_type None loaded by its checkpoint's own modeling\.py"):
+        family_of_config(SCHEMA, {}, code="modeling", model="m")
 
 
 def wants(*text, layers=None, heads=None):

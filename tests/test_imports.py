@@ -13,8 +13,8 @@ FILES = sorted(Path(kimicap.__file__).parent.glob("*.py"))
 LONGEST_LINES = 400
 
 ALLOWED = {
-    "torch": "assembly check compared computed first_batch forwards hooks invariants kda kda_chunks kda_triton "
-    "notebook odd recomputed rows session slots taken writers",
+    "torch": "assembly callsites check compared computed first_batch forwards hooks invariants kda kda_chunks "
+    "kda_triton notebook odd recomputed rows session slots taken writers",
     "triton": "kda_triton",
     "zarr": "arrays",
     "tensorstore": "shards store",

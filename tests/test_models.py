@@ -10,7 +10,7 @@ import torch
 
 from kimicap.config import load_settings
 from kimicap.errors import UsageError
-from kimicap.models import architecture_of, check_class, load_model, load_tokenizer, uses_remote_code, versions
+from kimicap.models import architecture_of, check_class, load_model, load_tokenizer, own_code, versions
 from kimicap.schema import load_schema
 from kimicap.tokens import ByteTokenizer
 from tests.models import save_config, save_model, tiny_config, tiny_model
@@ -173,9 +173,9 @@ def test_a_model_of_another_class_is_refused(saved):
 
 def test_remote_code_is_never_implied():
     config = {"auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}}
-    assert not uses_remote_code(settings("m"), config)
-    assert uses_remote_code(settings("m", trust_remote_code=True), config)
-    assert not uses_remote_code(settings("m", trust_remote_code=True), {})
+    assert own_code(settings("m"), config) is None
+    assert own_code(settings("m", trust_remote_code=True), config) == "modeling_kimi"
+    assert own_code(settings("m", trust_remote_code=True), {}) is None
 
 
 def test_tokenizers(saved):

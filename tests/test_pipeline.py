@@ -28,7 +28,7 @@ from tests.models import tiny_config
 
 SCHEMA = load_schema(None)
 CONFIG = tiny_config().to_dict()
-ARCHITECTURE = read_architecture(family_of_config(SCHEMA, CONFIG, remote_code=False, model="tiny"), CONFIG)
+ARCHITECTURE = read_architecture(family_of_config(SCHEMA, CONFIG, code=None, model="tiny"), CONFIG)
 
 
 class Rows:

@@ -176,7 +176,7 @@ def test_an_own_file_adds_a_family_and_its_anchors_hold(tmp_path):
             families:
               other:
                 about: Another model.
-                match: {class: Other, module: other.code, model_type: other, remote_code: true}
+                match: {class: Other, module: other.code, model_type: other, code: modeling_other}
                 trunk: model
                 head: [logits]
                 layers: [n_layers, depth]
@@ -192,7 +192,7 @@ def test_an_own_file_adds_a_family_and_its_anchors_hold(tmp_path):
     )
     family = schema.families["other"]
     assert family.layers == ("n_layers", "depth")
-    assert family.remote_code
+    assert [match.code for match in family.matches] == ["modeling_other"]
     assert family.parts["block"].blocks == ("True",)
     assert family.sites["block"]["layer_output"].output == "."
     assert schema.families["kimi_linear"] == SCHEMA.families["kimi_linear"]
@@ -211,7 +211,7 @@ def test_a_broken_file_lists_every_problem_at_once_each_with_its_path(tmp_path):
         short_names: {logit: model.logit}
         families:
           kimi_linear:
-            match: {classs: A, remote_code: maybe}
+            match: {classs: A, code: 1}
             layers: num_hidden_layers +
             sizes: {hidden: f(x), vocab: 7}
             parts:
@@ -257,17 +257,17 @@ def test_a_broken_file_lists_every_problem_at_once_each_with_its_path(tmp_path):
         "values.other: expected a table of values, found a whole number",
         "short_names.logit: no value is called 'model.logit'; did you mean model.logits",
         f"{family}.match.classs: unknown key; did you mean class?",
-        f"{family}.match.remote_code: expected true or false, found text",
+        f"{family}.match.code: expected text, found a whole number",
         f"{family}.layers: cannot be read (invalid syntax)",
         f"{family}.sizes.hidden: uses Call, which is not part of this notation",
         f"{family}.sizes.vocab: must be written as text",
         f"{family}.parts.block.host: no host is called 'layer'; did you mean layers?",
         f"{family}.parts.odd.blocks: missing; a part with {{layer}} in its module must say in which blocks it is",
-        f"{family}.calls.delta_rule: needs either `functions` or `attention: true`",
-        f"{family}.calls.lost: needs either `functions` or `attention: true`",
+        f"{family}.calls.delta_rule: needs one of `functions`, `method` and `attention: true`",
+        f"{family}.calls.lost: needs one of `functions`, `method` and `attention: true`",
         f"{family}.calls.lost.part: no part is called 'kad'; did you mean kda?",
         f"{family}.sites.kad: no part is called 'kad'; did you mean kda?",
-        f"{family}.sites.block.layer_input: needs exactly one of input, output, call, compute, batch",
+        f"{family}.sites.block.layer_input: needs exactly one of input, output, call, compute, module, batch",
         f"{family}.sites.block.layer_mid.argument: missing; which argument of the module is meant is always written",
         f"{family}.sites.block.layer_mid.axes.2: no dimension is called 'hiden'; did you mean hidden?",
         f"{family}.sites.block.layer_output.item: ",
@@ -276,8 +276,8 @@ def test_a_broken_file_lists_every_problem_at_once_each_with_its_path(tmp_path):
         f"{family}.sites.kda.states.compute: no function is called 'statez'; did you mean states?",
         f"{family}.sites.kda.states.from.keys: this part has no site 'attention_key'; did you mean attention_keys",
         f"{family}.sites.kda.betas.call: no call is named 'delta_rul'; did you mean delta_rule?",
-        f"{family}.sites.kda.betas: a call site needs either `argument` or `result`",
-        f"{family}.sites.kda.decays: a call site needs either `argument` or `result`",
+        f"{family}.sites.kda.betas: a call site needs one of `argument`, `result` and `whole: true`",
+        f"{family}.sites.kda.decays: a call site needs one of `argument`, `result` and `whole: true`",
         f"{family}.sites.kda.gate_logits.axes: missing; the axes as they are at the site are always written",
     }
     found = {problem for problem in expected if any(line.strip().startswith(problem) for line in lines)}

@@ -1,0 +1,1 @@
+"""Small models with the structure of checkpoints' own modelling code, for tests on the CPU."""
