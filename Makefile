@@ -1,8 +1,7 @@
 # make demo: install, and capture a small random model     make test: install, and everything that must pass
 #
-# TORCH says which torch is installed, and comes first, so that nothing else chooses a build. Without a GPU,
-#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-# takes the small one.
+# TORCH says which torch is installed, and comes first, so that nothing else chooses a build; on a machine without
+# a GPU, name a CPU build there to save gigabytes.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
