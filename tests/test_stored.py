@@ -1,7 +1,9 @@
 """What lies on disk after whole runs, against the oracle of each row alone: any batch, packed, split, decoded."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,11 @@ import zarr
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from kimicap.errors import UsageError
+from kimicap.errors import RoomError, UsageError
 from kimicap.run import run
 from kimicap.schema import load_schema
 from tests import properties
-from tests.capturing import all_values, architecture
+from tests.capturing import all_values, architecture, capture_prompts
 from tests.compare import assert_close
 from tests.models import build_model, tiny_model
 from tests.oracle import reference
@@ -106,6 +108,7 @@ def test_reading_needs_nothing_of_kimicap(whole, tree):
     """Plain xarray, in a process in which kimicap cannot be imported."""
     script = """
 import sys
+from pathlib import Path
 sys.modules["kimicap"] = None
 import numpy as np, xarray
 tree = xarray.open_datatree(sys.argv[1], engine="zarr")
@@ -257,3 +260,36 @@ def reject_unless(error, *known):
     """What was drawn may select nothing at all; anything else is a failure."""
     if any(text in str(error) for text in known):
         reject()
+
+
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch):
+    plan = prepared(tmp_path, model, ROWS, ["residuals"])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=plan.plan.disk_bytes - 1))
+    monkeypatch.setattr("kimicap.run.load_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(RoomError, match=r"The capture needs about 0\.0 GB, but 0\.0 GB are free"):
+        next(run(plan))
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_nothing_in_a_forward_waits_for_the_device(model, monkeypatch):
+    """Every call that would make the host wait for a GPU is told, if kimicap makes it while the model runs."""
+    called = []
+
+    def told(name):
+        original = getattr(torch.Tensor, name)
+
+        def method(self, *args, **more):
+            caller = sys._getframe(1).f_code.co_filename
+            if "kimicap" in Path(caller).parts[-2:-1]:
+                called.append((Path(caller).name, name))
+            return original(self, *args, **more)
+
+        monkeypatch.setattr(torch.Tensor, name, method)
+
+    for name in ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        told(name)
+    values = [key for key in all_values(architecture(model)) if not key.endswith("@all")]
+    capture_prompts(model, ROWS, [*values, "states@every:4"])
+    # On a GPU the states come from a kernel; the chunks that stand in for it on a CPU may look at their data.
+    assert [call for call in called if not call[0].startswith("kda")] == []
