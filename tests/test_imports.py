@@ -20,7 +20,7 @@ ALLOWED = {
     "tensorstore": "shards store",
     "yaml": "config schema",
     "pydantic": "config",
-    "typer": "cli",
+    "typer": "cli flags",
     "click": "cli",
     "rich": "cli report",
     "matplotlib": "plots",
