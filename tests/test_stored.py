@@ -19,7 +19,7 @@ from kimicap.schema import load_schema
 from tests import properties
 from tests.capturing import all_values, architecture, capture_prompts
 from tests.compare import assert_close
-from tests.models import build_model, tiny_model
+from tests.models import KDA, build_model, tiny_model
 from tests.oracle import reference
 from tests.stored import captured, check_frame, check_rows, check_sequence, has, prepared
 
@@ -293,3 +293,18 @@ def test_nothing_in_a_forward_waits_for_the_device(model, monkeypatch):
     capture_prompts(model, ROWS, [*values, "states@every:4"])
     # On a GPU the states come from a kernel; the chunks that stand in for it on a CPU may look at their data.
     assert [call for call in called if not call[0].startswith("kda")] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"generate": 2}, "--generate needs the model's cache, .* attention blocks; leave it out"),
+        ({"split_long": "continue", "seq_len": 4}, "--split-long continue needs .*; use --split-long fresh"),
+    ],
+)
+def test_models_without_attention_have_no_cache(tmp_path, flags, text):
+    model = tiny_model(num_hidden_layers=2, layer_types=[KDA, KDA], mlp_layer_types=["dense", "sparse"])
+    with pytest.raises(UsageError, match=text):
+        prepared(tmp_path, model, ROWS, ["residuals"], **flags)
+    tree = captured(tmp_path, model, ROWS[:1], ["residuals", "states@last"])
+    assert check_rows(model, tree, ROWS[:1]) == 4
