@@ -51,6 +51,7 @@ def prepare(settings: Settings) -> Prepared:
     requests = [request for request in requests if meant(request, requests, architecture)]
     wants = resolve(architecture, requests, layers=settings.layers, heads=settings.heads)
     _check(settings, wants)
+    _check_cache(settings, architecture)
     sequences = batches.read_sequences(
         _data_settings(settings), load_tokenizer(settings), vocab_size=architecture.size("model", "vocab")
     )
@@ -179,6 +180,26 @@ def _check(settings: Settings, wants: Sequence[Want]) -> None:
     if settings.split_long == "continue" and scored:
         raise UsageError(
             f"{scored[0]} reaches back over the cut of --split-long continue; use --split-long fresh, or leave it out."
+        )
+
+
+def _check_cache(settings: Settings, architecture: Architecture) -> None:
+    """The caches of transformers and of the checkpoints' own code count their tokens in an attention block.
+
+    Raises:
+        UsageError: The model has none, and a cache is needed.
+    """
+    continued = settings.split_long == "continue"
+    if not (settings.generate or continued):
+        return
+    if not any(
+        architecture.blocks[part.name] for part in architecture.family.parts.values() if part.host == "self_attn"
+    ):
+        flag, remedy = (
+            ("--split-long continue", "use --split-long fresh") if continued else ("--generate", "leave it out")
+        )
+        raise UsageError(
+            f"{flag} needs the model's cache, which does not work in a model without attention blocks; {remedy}."
         )
 
 

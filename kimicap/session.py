@@ -85,7 +85,13 @@ class Session:
                 f"{key}{where} did not appear in a forward, though the schema has a site for it; "
                 "the schema does not fit this model."
             )
-        return recorder.kernels, recorder.dtypes
+        return {**recorder.kernels, **self._experts()}, recorder.dtypes
+
+    def _experts(self) -> dict[str, str]:
+        """The experts implementation of transformers' own mixtures; models with their own code have none."""
+        config = self._model.get_submodule(self._prepared.architecture.match.inside).config
+        found = getattr(config, "_experts_implementation", None)
+        return {} if found is None else {"experts": str(found)}
 
     def capture(self, store: Store, blocks: Sequence[int], *, rank: Rank, checked: bool = True) -> Iterator[Event]:
         """Captures blocks into a store.
