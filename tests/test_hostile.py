@@ -1,4 +1,4 @@
-"""What a hostile but realistic person does: each kind of fault found so, with the sentence or the rule that mends it."""
+"""What a hostile but realistic person does: each kind of fault found so, and the sentence that answers it."""
 
 import json
 import signal
@@ -138,11 +138,10 @@ def test_a_config_with_numbers_that_are_none(folder, tmp_path, change):
 
 def test_a_signal_whose_exception_is_lost_stops_the_run_at_the_next_event():
     seen = []
-    with pytest.raises(KeyboardInterrupt), _stoppable() as until_asked:
-        try:
+    with _stoppable() as until_asked:
+        with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        except KeyboardInterrupt:
-            pass
-        seen += until_asked(iter([1, 2]))
+        with pytest.raises(KeyboardInterrupt):
+            seen += until_asked(iter([1, 2]))
     assert seen == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
