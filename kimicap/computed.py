@@ -6,7 +6,7 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -132,27 +132,46 @@ def states(
             yield Piece(row=row, tensor=tensor, slot=windows[row][2], head=first, complete=first + each >= len(heads))
 
 
-def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torch.Tensor) -> Iterator[Piece]:
+def chunk_states(
+    want: Want,
+    rows: Rows,
+    *,
+    chunks: torch.Tensor | None,
+    returned: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+) -> Iterator[Piece]:
     """States after the chosen tokens as the chunked kernel had them, in its own dtype.
 
     Args:
         want: Positions must be ends of the kernel's chunks of 64, or the last of rows without padding.
         rows: The rows of this forward, each from the kernel's first token on.
-        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk.
+        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk; None from a kernel without
+            chunks, which models call for at most 64 tokens.
         returned: ``[batch, head, key_dim, value_dim]``, the state after the last.
+        bounds: Where each row began and ended in what the kernel read, if the mixer dropped the padding: ``chunks``
+            is then ``[1, …]``, with the chunks of all rows one after another.
     """
-    assert rows.aligned, "checked with the settings"
+    assert rows.aligned or bounds is not None, "checked with the settings"
+    dropped = bounds is not None
+    begins = [0, *accumulate(-(-count // CHUNK_TOKENS) for count in rows.counts)]
     positions = want.request.positions
-    after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
+    if rows.alike and chunks is not None and not dropped:
+        offset, number, slot = positions.window(rows.past[0], rows.counts[0], rows.past[0] + rows.counts[0])
+        ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
+        if ends:
+            after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
+            tensor = pick_heads(pick(after, 1, ends), want, 2)
+            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
+        return
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
         offset, number, slot = positions.window(past, count, past + count)
         ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
-        if rows.alike and ends:
-            tensor = pick_heads(pick(after, 1, ends), want, 2)
-            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
-            return
         if ends:
-            yield Piece(row=row, tensor=pick_heads(pick(after[row], 0, ends), want, 1), slot=slot)
+            after = returned[row, None]
+            if chunks is not None:
+                own = chunks[0, begins[row] : begins[row + 1]] if dropped else chunks[row]
+                after = pick(torch.cat([own, after.to(own.dtype)]), 0, ends)
+            yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
 
 
 def attention_scores(
