@@ -139,31 +139,46 @@ def run_command(
     from kimicap.prepare import check_room
 
     rank = find_rank()
-    prepared = _prepared(config, flags)
-    if not rank.rank:
-        report.show_plan(plan_document(prepared), err=not dry_run)
-    if dry_run:
-        return check_room(prepared)
-    from kimicap.run import run
+    with _stoppable() as until_asked:
+        prepared = _prepared(config, flags)
+        if not rank.rank:
+            report.show_plan(plan_document(prepared), err=not dry_run)
+        if dry_run:
+            return check_room(prepared)
+        from kimicap.run import run
 
-    with _terminated():
-        report.follow(run(prepared, resume=resume, overwrite=overwrite, rank=rank), prepared, rank, resume=resume)
+        events = until_asked(run(prepared, resume=resume, overwrite=overwrite, rank=rank))
+        report.follow(events, prepared, rank, resume=resume)
     if not rank.rank:
         typer.echo(prepared.settings.out)
 
 
 @contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM outside the loop, which handles it itself, stops like Ctrl-C instead of killing without a word."""
+def _stoppable() -> Iterator[Callable[[Iterator[Any]], Iterator[Any]]]:
+    """SIGTERM and SIGINT outside the loop, which handles them itself, stop a run as Ctrl-C does.
+
+    Yields:
+        What a run's events go through. Where the signal's exception was lost, as it is in a destructor, they end at
+        the next one.
+    """
+    asked = []
 
     def interrupt(number: int, frame: Any) -> None:
+        asked.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def until_asked(events: Iterator[Any]) -> Iterator[Any]:
+        for event in events:
+            if asked:
+                raise KeyboardInterrupt
+            yield event
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield until_asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @_command("plan", settings=True)

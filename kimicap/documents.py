@@ -6,6 +6,7 @@ from math import ceil, prod
 from typing import Any
 
 from kimicap.architecture import Architecture
+from kimicap.config import size_text
 from kimicap.layout import ArrayLayout
 from kimicap.prepare import Prepared, free_bytes
 from kimicap.schema import Schema, Value
@@ -140,12 +141,3 @@ def verify_document(path: str, damages: Sequence[Damage], missing: Sequence[int]
         "missing": list(missing),
         "taken_back": list(taken),
     }
-
-
-def size_text(size_bytes: float) -> str:
-    """Bytes for people, in powers of a thousand: ``1.2 GB``."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size_bytes < 999.5 or unit == "TB":
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    raise AssertionError("unreachable")

@@ -1,5 +1,6 @@
 """Everything about a run that is known before weights are loaded: schema, architecture, sequences, plan."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import numpy as np
 
 from kimicap import batches
 from kimicap.architecture import Architecture, Want, resolve
-from kimicap.config import Settings
+from kimicap.config import Settings, size_text
 from kimicap.errors import RoomError, UsageError
 from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
@@ -140,7 +141,7 @@ def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:
     free = free_bytes(prepared.settings.out)
     if needed > free:
         raise RoomError(
-            f"The capture needs about {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free where "
+            f"The capture needs about {size_text(needed)}, but {size_text(free)} are free where "
             f"{prepared.settings.out} would lie; choose another --out, or fewer values, layers, positions or sequences."
         )
 
@@ -148,7 +149,7 @@ def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:
 def free_bytes(out: str) -> int:
     """Free bytes of the disk on which ``out`` lies or would lie."""
     folder = Path(out).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # false, where Path.exists raises: for a name that is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

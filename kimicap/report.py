@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kimicap.architecture import ranges
-from kimicap.documents import size_text
+from kimicap.config import size_text
 
 if TYPE_CHECKING:
     from kimicap.cluster import Rank
@@ -173,16 +173,36 @@ def follow(events: "Iterable[Event]", prepared: "Prepared", rank: "Rank", *, res
     """Goes through a run's events and shows how far it is: live on a terminal, a line now and then elsewhere."""
     console = _console(err=True)
     total = sum(len(prepared.plan.block(block)) for block in _todo(prepared, rank, resume=resume))
-    steps = (cast("Step", event) for event in events if hasattr(event, "written_bytes"))
+    prefix = f"[rank {rank.rank}] " if rank.rank else ""
+    steps = _steps(events, prefix)
     if console.is_terminal and not rank.rank:
         last = _follow_live(steps, total, console)
     else:
-        last = _follow_lines(steps, total, prefix=f"[rank {rank.rank}] " if rank.rank else "")
+        last = _follow_lines(steps, total, prefix=prefix)
+    if last is None and not rank.rank:
+        _line("Nothing was left to capture: all blocks are committed.")
     if last is not None and not rank.rank:
         told = f"{size_text(last.written_bytes)} in {last.elapsed_s:.1f} s, {_rate(last):.0f} tokens/s"
         _line(f"captured {last.sequences} sequences, {last.tokens} tokens, {told}")
     if rank.world > 1 and not rank.rank:
         _line("The blocks of this process are done; the last process to finish completes the capture.")
+
+
+def _steps(events: "Iterable[Event]", prefix: str) -> "Iterator[Step]":
+    """The steps among the events. A value that is not finite is told of once, when it is first seen."""
+    told: set[str] = set()
+    for event in events:
+        if hasattr(event, "written_bytes"):
+            yield cast("Step", event)
+            continue
+        for value, blocks in event.nonfinite.items():
+            if value not in told:
+                told.add(value)
+                where = "" if "model" in blocks else f" in the model's block(s) {ranges(sorted(map(int, blocks)))}"
+                _line(
+                    f"{prefix}warning: {sum(blocks.values())} elements of {value} are NaN or infinite{where}; they are "
+                    "stored as they are, and counted in each block's record"
+                )
 
 
 def _todo(prepared: "Prepared", rank: "Rank", *, resume: bool) -> Sequence[int]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kimicap import records, store
 from kimicap._version import __version__
+from kimicap.arrays import check_target, local
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
@@ -28,6 +29,8 @@ def run(
     rank = rank or find_rank()
     if rank.world > 1 and overwrite:
         raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a capture and --overwrite replaces it; give one of them.")
     settings = prepared.settings
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
@@ -72,10 +75,12 @@ def seal(path: Path | str) -> None:
 
 def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
     """The capture to go on with; None where one is to be created."""
-    out = Path(prepared.settings.out)
+    out = local(prepared.settings.out)
     if overwrite or not records.is_capture(out):
         if resume:
             raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
+        if not rank.rank:
+            check_target(out, overwrite=overwrite)  # now, not after the minutes that a model takes to load
         return None
     if not resume:
         if rank.rank:

@@ -230,7 +230,7 @@ def test_a_disk_too_small_is_refused_with_the_plan(folder, tmp_path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     result = call(command, *basics(folder), "--out", tmp_path / "o.zarr")
     assert result.exit_code == 4
-    assert "0.0 GB are free where" in result.stderr
+    assert "1 kB are free where" in result.stderr
     assert "1 kB free" in (result.stdout if command == "plan" else result.stderr)
     assert list(tmp_path.iterdir()) == []
 
