@@ -1,14 +1,19 @@
-# make demo: install, and capture a small random model     make test: install, and everything that must pass
+# make demo: install, and capture a small random model
+# make test: install twice, and everything that must pass, under the newest transformers and under the one that
+#            Kimi-K3's own code needs;  make test-5, make test-4.57: either alone
 #
 # TORCH says which torch is installed, and comes first, so that nothing else chooses a build; on a machine without
 # a GPU, name a CPU build there to save gigabytes.
 PYTHON ?= python3
-VENV ?= .venv
 TORCH ?= torch==2.13.0
+VENV ?= .venv
+OLD_VENV ?= .venv-4.57
 BIN := $(VENV)/bin
+OLD_BIN := $(OLD_VENV)/bin
 STAMP := $(VENV)/.installed
+OLD_STAMP := $(OLD_VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-5 test-4.57 lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) build/topics.jsonl
@@ -17,8 +22,13 @@ demo: $(STAMP) build/topics.jsonl
 	$(BIN)/python -c "import kimicap; print(kimicap.open('demo.zarr'))"
 	@echo "The capture lies in $(CURDIR)/demo.zarr"
 
-test: lint
+test: lint test-5 test-4.57
+
+test-5: $(STAMP)
 	$(BIN)/python -m pytest -q
+
+test-4.57: $(OLD_STAMP)
+	$(OLD_BIN)/python -m pytest -q
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,11 +41,13 @@ bench: $(STAMP)
 build/topics.jsonl: configs/topics.py $(STAMP)
 	$(BIN)/python configs/topics.py
 
-$(STAMP): pyproject.toml
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[test,plots]"
+$(STAMP): TRANSFORMERS := transformers>=5.24
+$(OLD_STAMP): TRANSFORMERS := transformers==4.57.6
+$(STAMP) $(OLD_STAMP): pyproject.toml
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(TORCH)
+	$(@D)/bin/python -m pip install --quiet --editable ".[test,plots]" "$(TRANSFORMERS)"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo.zarr
+	rm -rf $(VENV) $(OLD_VENV) build demo.zarr

@@ -6,7 +6,11 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+<<<<<<< HEAD
 from itertools import pairwise
+=======
+from itertools import accumulate
+>>>>>>> k3b
 from typing import Any
 
 import torch
@@ -132,16 +136,28 @@ def states(
             yield Piece(row=row, tensor=tensor, slot=windows[row][2], head=first, complete=first + each >= len(heads))
 
 
-def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torch.Tensor) -> Iterator[Piece]:
+def chunk_states(
+    want: Want,
+    rows: Rows,
+    *,
+    chunks: torch.Tensor | None,
+    returned: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+) -> Iterator[Piece]:
     """States after the chosen tokens as the chunked kernel had them, in its own dtype.
 
     Args:
         want: Positions must be ends of the kernel's chunks of 64, or the last of rows without padding.
         rows: The rows of this forward, each from the kernel's first token on.
-        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk.
+        chunks: ``[batch, chunk, head, key_dim, value_dim]``, the state before each chunk; None from a kernel without
+            chunks, which models call for at most 64 tokens.
         returned: ``[batch, head, key_dim, value_dim]``, the state after the last.
+        bounds: Where each row began and ended in what the kernel read, if the mixer dropped the padding: ``chunks``
+            is then ``[1, …]``, with the chunks of all rows one after another.
     """
-    assert rows.aligned, "checked with the settings"
+    assert rows.aligned or bounds is not None, "checked with the settings"
+    dropped = bounds is not None
+    begins = [0, *accumulate(-(-count // CHUNK_TOKENS) for count in rows.counts)]
     positions = want.request.positions
     after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
@@ -152,7 +168,15 @@ def chunk_states(want: Want, rows: Rows, *, chunks: torch.Tensor, returned: torc
             yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
             return
         if ends:
+<<<<<<< HEAD
             yield Piece(row=row, tensor=pick_heads(pick(after[row], 0, ends), want, 1), slot=slot)
+=======
+            after = returned[row, None]
+            if chunks is not None:
+                own = chunks[0, begins[row] : begins[row + 1]] if dropped else chunks[row]
+                after = torch.cat([own, after.to(own.dtype)])[ends]
+            yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
+>>>>>>> k3b
 
 
 def attention_scores(

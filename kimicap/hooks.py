@@ -215,11 +215,12 @@ class Recorder:
                 )
             if (self, call.name) in getattr(original, "recorders", ()):
                 continue
-            stack.enter_context(replaced(namespace, name, self._wrapper(call, original)))
+            stack.enter_context(replaced(namespace, name, self._wrapper(call, name, original)))
 
-    def _wrapper(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapper(self, call: Call, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         names, origin = tuple(inspect.signature(original).parameters), origin_of(original)
-        ask = {**call.ask, **(call.fast if self._fast else {})}
+        fast = call.fast.get(name, {}) if self._fast else {}
+        ask = {**call.ask, **fast}
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             if self._paused or call.part not in self._running:
@@ -228,7 +229,7 @@ class Recorder:
             if not self._is_meant(call, block, names, args, kwargs):
                 return original(*args, **kwargs)
             output = original(*args, **{**kwargs, **ask})
-            if self._fast and call.returns is not None and len(output) == call.returns:
+            if fast and len(output) == call.returns:
                 raise UsageError(
                     "--states fast needs flash-linear-attention's kernels, but the model runs without them; install "
                     "flash-linear-attention and run on a GPU, or use --states exact."
@@ -244,7 +245,9 @@ class Recorder:
                         found = _argument(site.argument, names, args, kwargs, where)
                     else:
                         results = (output,) if isinstance(output, torch.Tensor) else output
-                        found = _item(site.result, results, where)
+                        # Functions that --states fast asks for no more return no more.
+                        more = call.returns is not None and (site.result or 0) >= call.returns
+                        found = None if more and not fast else _item(site.result, results, where)
                     self._read(site, block, found, where)
             return output if call.returns is None else output[: call.returns]
 
@@ -304,11 +307,12 @@ class Recorder:
             numbers = {key: expressions.first(number, config) for key, number in site.numbers.items()}
             with self.paused():
                 result = computed.FUNCTIONS[site.compute or ""](want, self.rows, **ingredients, **numbers)
-                if want is not None and not isinstance(result, torch.Tensor):
+                one = result is None or isinstance(result, torch.Tensor)
+                if want is not None and not one:
                     for piece in result:
                         self._give(want.value.key, block, piece)
                     self.fired.add((want.value.key, block))
-            if isinstance(result, torch.Tensor):  # a value like any other, and perhaps an ingredient
+            if one:  # a value like any other, and perhaps an ingredient
                 self._read(site, block, result, f"{site.name} of block {block}")
 
     def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:

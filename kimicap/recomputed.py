@@ -20,6 +20,11 @@ def sigmoid(want: Want | None, rows: Rows, *, logits: torch.Tensor) -> torch.Ten
     return logits.sigmoid()
 
 
+def turned(want: Want | None, rows: Rows, *, states: torch.Tensor | None) -> torch.Tensor | None:
+    """States ``[…, key_dim, value_dim]`` of a kernel that has the values first, as a view; None stays None."""
+    return None if states is None else states.transpose(-1, -2)
+
+
 def log_decays(
     want: Want | None,
     rows: Rows,
@@ -110,9 +115,9 @@ def mix_weights(
     return spread
 
 
-FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+FUNCTIONS: Mapping[str, Callable[..., torch.Tensor | None]] = {
     function.__name__: function
-    for function in (sigmoid, log_decays, situ, router_logits, slot_outputs, mix_sources, mix_weights)
+    for function in (sigmoid, turned, log_decays, situ, router_logits, slot_outputs, mix_sources, mix_weights)
 }
 
 

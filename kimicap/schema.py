@@ -96,7 +96,7 @@ class Call:
     attention: bool
     where: Mapping[str, str]
     ask: Mapping[str, Any]
-    fast: Mapping[str, Any]
+    fast: Mapping[str, Mapping[str, Any]]
     returns: int | None
 
 

@@ -18,6 +18,7 @@ COMPUTED = (
     "attention_probabilities",
     "expert_outputs",
     "sigmoid",
+    "turned",
     "log_decays",
     "situ",
     "router_logits",
@@ -209,6 +210,12 @@ def _call(path: str, call: Any, parts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{path}.part: no part is called {call['part']!r}{_nearest(call['part'], parts)}"
     if sum(bool(call.get(key)) for key in ("functions", "method", "attention")) != 1:
         yield f"{path}: needs one of `functions`, `method` and `attention: true`"
+    functions = call.get("functions", ())
+    for name, asked in _table(call.get("fast")).items():
+        if name not in functions:
+            yield f"{path}.fast.{name}: the call has no function {name!r}{_nearest(name, functions)}"
+        elif not isinstance(asked, dict):
+            yield f"{path}.fast.{name}: expected a table of arguments, found {_kind(asked)}"
 
 
 def _site(

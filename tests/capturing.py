@@ -75,13 +75,17 @@ def capture_prompts(
     *,
     family: str = "kimi_linear",
     run: Callable[[Runner, Recorder, list[np.ndarray]], None] | None = None,
+    fast: bool = False,
     **selections: str,
 ) -> Captured:
-    """One batch of whole prompts, of any lengths; ``run`` replaces how it goes through the model."""
+    """One batch of whole prompts, of any lengths; ``run`` replaces how it goes through the model.
+
+    ``fast`` has the kernel's own states, as ``--states fast``.
+    """
     found = architecture(model, family)
     wanted = wants(found, values or all_values(found), **selections)
     sink = Collector(wanted)
-    recorder = Recorder(model, found, wanted, sink)
+    recorder = Recorder(model, found, wanted, sink, fast=fast)
     runner = Runner(model, found, recorder, head=True)
     tokens = [np.asarray(row, np.int32) for row in rows]
     with recorder.attached():

@@ -42,7 +42,7 @@ class Outcome:
 
 
 class Driver:
-    """A process that forks captures of one model."""
+    """A process that forks captures of the model of `tests.small`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._log = folder / "log"
@@ -91,11 +91,10 @@ def _serve(settings: dict[str, Any], log: str) -> None:
     from kimicap import run
     from kimicap.config import load_settings
     from kimicap.prepare import prepare
-    from tests.models import tiny_model
+    from tests import small
 
     torch.set_num_threads(1)  # a child has no threads of its parent's
-    sizes = settings.pop("sizes")
-    model = tiny_model(**sizes)
+    model = small.model()
     prepared = {}
     importlib.import_module("kimicap.session")
     for line in sys.stdin:

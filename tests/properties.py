@@ -7,9 +7,8 @@ key-value heads than heads, a group of one expert, and (``cacheable``) a cache w
 from typing import Any
 
 from hypothesis import strategies as st
-from transformers import KimiLinearConfig
 
-from tests.models import KDA, MLA, tiny_config
+from tests.models import KDA, MLA, KimiLinearConfig, tiny_config
 
 VOCABULARY = 97  # no multiple of a chunk or a shard
 LONGEST = 40

@@ -16,7 +16,6 @@ from kimicap.prepare import prepare
 from kimicap.verify import repair, verify
 from tests import small
 from tests.driver import contents
-from tests.models import tiny_model
 
 BLOCKS = small.ROWS // small.BLOCK
 
@@ -29,7 +28,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(**small.SIZES)
+    return small.model()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ BLOCKS = small.ROWS // small.BLOCK
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
-    driver = Driver(folder, {**small.settings(folder), "sizes": small.SIZES})
+    driver = Driver(folder, small.settings(folder))
     yield driver
     driver.close()
 

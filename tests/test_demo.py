@@ -15,6 +15,7 @@ import kimicap
 from kimicap import kda
 from kimicap.cli import app
 from tests import readme
+from tests.models import need_kimi_linear
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory):
     """The demo at two sequences, with the factors of its states."""
+    need_kimi_linear()
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("demo") / "demo.zarr"
     subprocess.run([sys.executable, "configs/topics.py"], check=True, cwd=ROOT)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kimicap import kda, kda_chunks
 from kimicap.errors import UsageError
+from tests.models import need_kimi_linear
 
 torch.set_num_threads(1)
 
@@ -186,7 +187,9 @@ def test_replay_from_a_known_state():
 
 
 def test_it_is_the_rule_of_the_model():
-    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    need_kimi_linear()
+    from transformers.models.kimi_linear import modeling_kimi_linear as modeling
+
     keys, values, decays, betas = factors(2, 70, 2, 16, 16)
     queries = torch.randn(2, 70, 2, 16)
     outputs, state = modeling.recurrent_kimi_delta_attention(

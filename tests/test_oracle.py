@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.models.kimi_linear", reason="this transformers has no Kimi-Linear")
-
 from transformers import AutoModelForCausalLM
 
 from tests import oracle
 from tests.compare import assert_close, same_experts, slots_like
-from tests.models import KDA, MLA, save_config, save_model, tiny_config, tiny_model
+from tests.models import KDA, MLA, need_kimi_linear, save_config, save_model, tiny_config, tiny_model
+
+need_kimi_linear()
 
 REL = 1e-5  # float32 models differ from the float64 oracle by 1e-6 to 4e-6
 

@@ -1,16 +1,14 @@
 """The oracle agrees with transformers on models and batches of any shape."""
 
-import pytest
-
-pytest.importorskip("transformers.models.kimi_linear", reason="this transformers has no Kimi-Linear")
-
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import oracle, properties
 from tests.compare import assert_close
-from tests.models import build_model
+from tests.models import build_model, need_kimi_linear
+
+need_kimi_linear()
 
 REL = 3e-5
 

@@ -16,7 +16,7 @@ KILLS = 50
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
-    driver = Driver(folder, {**small.settings(folder), "sizes": small.SIZES})
+    driver = Driver(folder, small.settings(folder))
     yield driver
     driver.close()
 

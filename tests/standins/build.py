@@ -74,8 +74,13 @@ def remote_model(
 def save_with_code(folder: Path, model: torch.nn.Module) -> Path:
     """Weights, config and modelling files, as a checkpoint with its own code has them; returns ``folder``."""
     model.save_pretrained(folder)
-    name = type(model).__name__
-    config, code = _REMOTE if type(model).__module__.endswith("modeling_kimi") else _MAPS[name]
+    return add_code(folder, type(model))
+
+
+def add_code(folder: Path, found: type) -> Path:
+    """Adds the code of a model's class to a folder that has its config; returns ``folder``."""
+    name = found.__name__
+    config, code = _REMOTE if found.__module__.endswith("modeling_kimi") else _MAPS[name]
     for path in HERE.glob("*.py"):
         if path.name not in ("build.py", "__init__.py"):
             shutil.copy(path, folder / path.name)

@@ -25,11 +25,12 @@ def chunk_kda(
     use_beta_sigmoid_in_kernel: bool = False,
     safe_gate: bool = False,
     lower_bound: float | None = None,
+    return_intermediate_states: bool = False,
     transpose_state_layout: bool = False,
     cu_seqlens: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The delta rule over a prompt: read-outs ``[B, T, H, V]`` and, if asked for, final states in float32.
 
     Args:
@@ -37,12 +38,16 @@ def chunk_kda(
         g: Log decays ``[B, T, H, K]``, or what the gate makes them from with ``use_gate_in_kernel``.
         beta: Write strengths ``[B, T, H]``, or their logits with ``use_beta_sigmoid_in_kernel``.
         transpose_state_layout: States are ``[N, H, V, K]``, not ``[N, H, K, V]``.
+        return_intermediate_states: As a third result, in bfloat16, the state before each 64 tokens of a sequence:
+            ``[B, chunks, H, K, V]``, or ``[1, chunks of all sequences, H, K, V]`` with ``cu_seqlens``.
     """
     assert safe_gate is False or lower_bound is not None
-    return _kda(
+    assert not return_intermediate_states or torch.is_inference_mode_enabled()
+    out, final, entering = _kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, lower_bound, transpose_state_layout, cu_seqlens, A_log, dt_bias,
     )  # fmt: skip
+    return (out, final, entering) if return_intermediate_states else (out, final)
 
 
 def fused_recurrent_kda(
@@ -67,7 +72,7 @@ def fused_recurrent_kda(
     return _kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, lower_bound, transpose_state_layout, cu_seqlens, A_log, dt_bias,
-    )  # fmt: skip
+    )[:2]  # fmt: skip
 
 
 def fused_kda_gate(
@@ -103,19 +108,22 @@ def _kda(
     else:
         assert len(q) == 1
         bounds = [(0, int(a), int(b)) for a, b in pairwise(cu_seqlens)]
-    out, finals = torch.zeros_like(v), []
+    out, finals, entering = torch.zeros_like(v), [], []
     for number, (row, first, end) in enumerate(bounds):
         state = q.new_zeros(heads, key_dim, v.shape[-1])
         if initial_state is not None:
             state = initial_state[number].float()
             state = state.transpose(-1, -2) if v_first else state
         for t in range(first, end):
+            if (t - first) % 64 == 0:
+                entering.append(state.transpose(-1, -2) if v_first else state)
             state = state * g[row, t].exp()[..., None]
             error = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
             state = state + torch.einsum("hk,hv->hkv", beta[row, t][:, None] * k[row, t], error)
             out[row, t] = torch.einsum("hkv,hk->hv", state, q[row, t])
         finals.append(state.transpose(-1, -2) if v_first else state)
-    return out.to(dtype), torch.stack(finals).contiguous() if output_final_state else None
+    chunks = torch.stack(entering).bfloat16().unflatten(0, (len(q), -1))
+    return out.to(dtype), torch.stack(finals).contiguous() if output_final_state else None, chunks
 
 
 class ShortConvolution(nn.Module):
