@@ -6,11 +6,7 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-<<<<<<< HEAD
-from itertools import pairwise
-=======
-from itertools import accumulate
->>>>>>> k3b
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -159,24 +155,23 @@ def chunk_states(
     dropped = bounds is not None
     begins = [0, *accumulate(-(-count // CHUNK_TOKENS) for count in rows.counts)]
     positions = want.request.positions
-    after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
+    if rows.alike and chunks is not None and not dropped:
+        offset, number, slot = positions.window(rows.past[0], rows.counts[0], rows.past[0] + rows.counts[0])
+        ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
+        if ends:
+            after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
+            tensor = pick_heads(pick(after, 1, ends), want, 2)
+            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
+        return
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
         offset, number, slot = positions.window(past, count, past + count)
         ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
-        if rows.alike and ends:
-            tensor = pick_heads(pick(after, 1, ends), want, 2)
-            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
-            return
         if ends:
-<<<<<<< HEAD
-            yield Piece(row=row, tensor=pick_heads(pick(after[row], 0, ends), want, 1), slot=slot)
-=======
             after = returned[row, None]
             if chunks is not None:
                 own = chunks[0, begins[row] : begins[row + 1]] if dropped else chunks[row]
-                after = torch.cat([own, after.to(own.dtype)])[ends]
+                after = pick(torch.cat([own, after.to(own.dtype)]), 0, ends)
             yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
->>>>>>> k3b
 
 
 def attention_scores(
