@@ -140,6 +140,10 @@ def run_command(
 
     rank = find_rank()
     with _stoppable() as until_asked:
+        if not dry_run:
+            from kimicap.run import check_place
+
+            check_place(load_settings(config, flags), resume=resume, overwrite=overwrite, rank=rank)
         prepared = _prepared(config, flags)
         if not rank.rank:
             report.show_plan(plan_document(prepared), err=not dry_run)

@@ -73,20 +73,28 @@ def seal(path: Path | str) -> None:
     opened.seal(opened.record["blocks"], {} if opened.complete else attributes)
 
 
-def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
-    """The capture to go on with; None where one is to be created."""
-    out = local(prepared.settings.out)
+def check_place(settings: Settings, *, resume: bool, overwrite: bool, rank: Rank) -> None:
+    """Refuses a run for what lies at its path already, before anything is read for it.
+
+    Raises:
+        UsageError: There is a capture and neither flag, none and ``resume``, or something that is no capture.
+    """
+    out = local(settings.out)
     if overwrite or not records.is_capture(out):
         if resume:
             raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
         if not rank.rank:
-            check_target(out, overwrite=overwrite)  # now, not after the minutes that a model takes to load
-        return None
-    if not resume:
-        if rank.rank:
-            return None  # rank 0 has just created it, or tells
+            check_target(out, overwrite=overwrite)
+    elif not resume and not rank.rank:  # rank 0 may just have created it, or tells
         raise UsageError(f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite.")
-    opened = store.resume(out)
+
+
+def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
+    """The capture to go on with; None where one is to be created."""
+    check_place(prepared.settings, resume=resume, overwrite=overwrite, rank=rank)
+    if not resume:
+        return None
+    opened = store.resume(prepared.settings.out)
     _compare(prepared, opened)
     return opened
 
