@@ -39,32 +39,53 @@ class Assembler:
         self.writers = Writers(store, slots)
 
     def put(self, key: str, block: int | None, sequence: int, piece: Piece) -> None:
-        """Places a piece of one row; its last piece completes the row, its last row the shard."""
+        """Places a piece of one row, or of several that follow each other from ``sequence`` on.
+
+        A row's last piece completes it, its last row the shard.
+        """
         self.writers.check()
         value = self._values[key]
         layer = 0 if block is None else value.layers.index(block)
-        head = value.row_dims.index("head") if "head" in value.row_dims else None
-        extent = value.array.shard[value.leading + head] if head is not None else 1
-        heads = piece.tensor.shape[head] if head is not None else 1
+        tensor = piece.tensor[None] if piece.rows is None else piece.tensor
+        last = sequence + len(tensor)
+        first = sequence
+        while first < last:
+            stop = min(last, (first // value.shard_sequences + 1) * value.shard_sequences)
+            part = tensor[first - sequence : stop - sequence]
+            self._put_rows(value, block, layer, range(first, stop), part, piece)
+            first = stop
+
+    def _put_rows(
+        self,
+        value: ValuePlan,
+        block: int | None,
+        layer: int,
+        sequences: range,
+        tensor: torch.Tensor,
+        piece: Piece,
+    ) -> None:
+        """Places ``[sequence, *row]`` in the shards of these sequences, one a share of the heads."""
+        head = value.row_dims.index("head") + 1 if "head" in value.row_dims else None
+        extent = value.array.shard[value.leading + head - 1] if head is not None else 1
+        heads = tensor.shape[head] if head is not None else 1
         for number in range(piece.head // extent, ceil((piece.head + heads) / extent)):
-            shard = self._shard(value, layer, sequence, number)
-            row = shard.data[self._inside(shard, layer, sequence)]
-            tensor = piece.tensor
+            shard = self._shard(value, layer, sequences.start, number)
+            target, part = self._rows_of(shard, layer, sequences), tensor
             if head is not None:
                 first = max(piece.head, number * extent)
                 last = min(piece.head + heads, (number + 1) * extent)
-                tensor = tensor.narrow(head, first - piece.head, last - first)
-                if last - first < row.shape[head]:
-                    row = row.narrow(head, first - number * extent, last - first)
-            self._place(value, block, row, tensor, piece.slot)
+                part = part.narrow(head, first - piece.head, last - first)
+                if last - first < target.shape[head]:
+                    target = target.narrow(head, first - number * extent, last - first)
+            self._place(value, block, target, part, piece.slot)
         if piece.complete:
-            self.complete(value, layer, sequence)
+            self.complete(value, layer, sequences)
 
-    def complete(self, value: ValuePlan, layer: int, sequence: int) -> None:
-        """Counts a row as whole in every shard that shares its heads, and writes those that are full."""
+    def complete(self, value: ValuePlan, layer: int, sequences: range) -> None:
+        """Counts rows as whole in every shard that shares their heads, and writes those that are full."""
         for number in range(value.head_shards):
-            shard = self._shard(value, layer, sequence, number)
-            shard.rows_left -= 1
+            shard = self._shard(value, layer, sequences.start, number)
+            shard.rows_left -= len(sequences)
             assert shard.rows_left >= 0, f"{value.key}: a row was completed twice"
             if shard.rows_left == 0:
                 self._submit(shard)
@@ -75,8 +96,8 @@ class Assembler:
         layer = 0 if block is None else value.layers.index(block)
         for number in range(value.head_shards):
             shard = self._shard(value, layer, sequence, number)
-            shard.data[self._inside(shard, layer, sequence)].fill_(value.array.fill)
-        self.complete(value, layer, sequence)
+            self._rows_of(shard, layer, range(sequence, sequence + 1)).fill_(value.array.fill)
+        self.complete(value, layer, range(sequence, sequence + 1))
 
     def write_frame(self, array: str, origin: tuple[int, ...], data: np.ndarray) -> None:
         """Writes a whole shard of an array that every capture has.
@@ -120,9 +141,10 @@ class Assembler:
             found = self._open[value.key, index] = self._new_shard(value, index)
         return found
 
-    def _inside(self, shard: Shard, layer: int, sequence: int) -> tuple[int, ...]:
-        place = (layer, sequence) if shard.value.leading == 2 else (sequence,)
-        return tuple(at - first for at, first in zip(place, shard.origin, strict=False))
+    def _rows_of(self, shard: Shard, layer: int, sequences: range) -> torch.Tensor:
+        """``[sequence, *row]``, a view of the shard's slot."""
+        of_layer = shard.data[layer - shard.origin[0]] if shard.value.leading == 2 else shard.data
+        return of_layer.narrow(0, sequences.start - shard.origin[shard.value.leading - 1], len(sequences))
 
     def _new_shard(self, value: ValuePlan, index: tuple[int, ...]) -> Shard:
         """Takes a slot and lays the shard out in it, clipped to the array and to its longest sequence."""
@@ -151,38 +173,43 @@ class Assembler:
         rows = (len(layers) - len(absent)) * shape[value.leading - 1]
         return Shard(value=value, index=index, origin=origin, slot=slot, data=data, rows_left=rows)
 
-    def _place(self, value: ValuePlan, block: int | None, row: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
-        """Casts, pads and copies a piece into its place in the slot."""
+    def _place(
+        self, value: ValuePlan, block: int | None, target: torch.Tensor, tensor: torch.Tensor, first: int
+    ) -> None:
+        """Casts, pads and copies ``[sequence, *row]`` into its place in the slot."""
         if tensor.device.type != "cuda":
-            self._lay(value, block, row, tensor, first)
+            self._lay(value, block, target, tensor, first)
             return
         side = self._stream(tensor.device)
         side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(side):
-            whole = torch.empty(row.shape, dtype=row.dtype, device=tensor.device)
-            self._lay(value, block, whole, tensor, first)
-            row.copy_(whole, non_blocking=True)
+            if tensor.shape == target.shape and tensor.dtype == target.dtype and tensor.is_contiguous():
+                whole = tensor
+                self._count(value, block, whole, tensor)
+            else:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=tensor.device)
+                self._lay(value, block, whole, tensor, first)
+            _send(target, whole)
         tensor.record_stream(side)
 
     def _lay(self, value: ValuePlan, block: int | None, target: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
         own = position_axis(value.want.value)
         part = target
-        for axis, (dim, size) in enumerate(zip(value.row_dims, tensor.shape, strict=True)):
+        for axis, (dim, size) in enumerate(zip(value.row_dims, tensor.shape[1:], strict=True), start=1):
             if size != target.shape[axis]:
                 part = part.narrow(axis, first if dim == own else 0, size)
         if part is not target:
             target.fill_(value.array.fill)
         part.copy_(tensor)
-        if tensor.is_floating_point():
-            self._count(value, block, part, tensor)
+        self._count(value, block, part, tensor)
 
     def _count(self, value: ValuePlan, block: int | None, stored: torch.Tensor, tensor: torch.Tensor) -> None:
         """Counts elements that are not finite, and those that a narrower dtype could not hold."""
-        finite = torch.isfinite(tensor)
-        odd = ~finite
-        if "key" in value.row_dims:
-            odd &= tensor != -torch.inf  # the mask's own
-        self._odd.add((value.key, block, "nonfinite"), odd)
+        if not tensor.is_floating_point():
+            return
+        # Comparisons with infinity are false for NaN; minus infinity is the mask's own where there are keys.
+        finite = (tensor if "key" in value.row_dims else tensor.abs()) < torch.inf
+        self._odd.add((value.key, block, "nonfinite"), ~finite)
         if value.array.dtype == "float16":
             self._odd.add((value.key, block, "overflow"), finite & torch.isinf(stored))
 
@@ -197,6 +224,15 @@ class Assembler:
         self.written_bytes += shard.data.numel() * shard.data.element_size()
         self._pending.shards.setdefault(shard.value.array.path, []).append(shard.index)
         self.writers.submit(shard, events, self._pending)
+
+
+def _send(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies to host memory in contiguous parts; one copy to a target with gaps would make the host wait."""
+    if target.is_contiguous():
+        target.copy_(source, non_blocking=True)
+    else:
+        for to, of in zip(target.unbind(0), source.unbind(0), strict=True):
+            _send(to, of)
 
 
 def assemble(pieces: Sequence[Piece], value: ValuePlan, shape: Sequence[int]) -> Piece:

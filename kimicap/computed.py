@@ -6,7 +6,11 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+<<<<<<< HEAD
+from itertools import pairwise
+=======
 from itertools import accumulate
+>>>>>>> k3b
 from typing import Any
 
 import torch
@@ -17,16 +21,17 @@ from kimicap.rows import Rows
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk of fla's delta-rule kernel."""
-SLICE_BYTES = 256 * 2**20
+SLICE_BYTES = 2**30
 """Largest temporary on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Part of one row of a value.
+    """Part of one row of a value, or the same part of several rows.
 
     Attributes:
-        row: Row of the batch.
+        row: Row of the batch, or the first of several.
+        rows: How many rows, where ``tensor`` has an axis of them; None for one row without.
         tensor: In the value's layout, without batch; the position axis holds the chosen ones alone.
         slot: Where on the position axis it begins.
         head: Where on the head axis it begins, counted among the heads wanted.
@@ -40,6 +45,15 @@ class Piece:
     head: int = 0
     complete: bool = True
     unseen: float = 0.0
+    rows: int | None = None
+
+    def split(self) -> Iterator["Piece"]:
+        """The same as pieces of one row each."""
+        if self.rows is None:
+            yield self
+        else:
+            for at in range(self.rows):
+                yield replace(self, row=self.row + at, rows=None, tensor=self.tensor[at])
 
 
 def next_token_probs(want: Want, rows: Rows, *, logits: torch.Tensor) -> Iterator[Piece]:
@@ -62,16 +76,16 @@ def final_state(
 ) -> Iterator[Piece]:
     """State after each row's last token, ``[head, key_dim, value_dim]`` float32.
 
-    The kernel's own, but for rows with padding on their right, where the kernel's state ran on through it.
+    The kernel's own, but for batches with padding on the right, where the kernel's state ran on through it.
     """
-    ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
-    short = [row for row, end in enumerate(ends) if rows.counts[row] and end < rows.width_tokens]
     final = returned
-    if short:
-        lengths = torch.tensor([rows.counts[row] for row in short])
-        factors = [_of(tensor, short, rows) for tensor in (keys, values, decays, betas)]
-        found = kda.states_at(*factors, at=(), initial=None if initial is None else initial[short], lengths=lengths)[1]
-        final = returned.float().index_put((torch.tensor(short, device=returned.device),), found.to(returned.device))
+    if any(start + count < rows.width_tokens for start, count in zip(rows.starts, rows.counts, strict=True) if count):
+        everyone = range(len(rows.counts))
+        factors = [_of(tensor, everyone, rows) for tensor in (keys, values, decays, betas)]
+        final = kda.states_at(*factors, at=(), initial=initial, lengths=_lengths(everyone, rows, keys))[1]
+    if rows.alike:
+        yield Piece(row=0, rows=len(rows.counts), tensor=pick_heads(final, want, 1))
+        return
     for row, count in enumerate(rows.counts):
         if count:
             yield Piece(row=row, tensor=pick_heads(final[row], want, 0))
@@ -103,18 +117,22 @@ def states(
     chosen_at = {row: [windows[row][0] + at * positions.step for at in range(windows[row][1])] for row in live}
     at = [] if last else sorted(set().union(*chosen_at.values()))
     place_of = {position: place for place, position in enumerate(at)}
-    lengths = torch.tensor([rows.counts[row] for row in live])
     head_bytes = len(live) * max(1, len(at)) * keys.shape[3] * values.shape[3] * 4
     each = max(1, SLICE_BYTES // head_bytes)
     for first in range(0, len(heads), each):
         chosen = list(heads[first : first + each])
-        factors = [_heads_of(_of(tensor, live, rows), chosen) for tensor in (keys, values, decays, betas)]
-        before = None if initial is None else initial[live][:, chosen]
-        found, final = kda.states_at(*factors, at=at, initial=before, lengths=lengths)
+        factors = [pick(_of(tensor, live, rows), 2, chosen) for tensor in (keys, values, decays, betas)]
+        before = None if initial is None else pick(pick(initial, 0, live), 1, chosen)
+        found, final = kda.states_at(*factors, at=at, initial=before, lengths=_lengths(live, rows, keys))
+        if rows.alike:
+            tensor = final[:, None] if last else found
+            complete = first + each >= len(heads)
+            yield Piece(row=0, rows=len(live), tensor=tensor, slot=windows[0][2], head=first, complete=complete)
+            continue
         for place, row in enumerate(live):
             offset, number, _ = windows[row]
             places = [] if last else [place_of[offset + i * positions.step] for i in range(number)]
-            tensor = final[place, None] if last else _adjoining(found[place], places)
+            tensor = final[place, None] if last else pick(found[place], 0, places)
             yield Piece(row=row, tensor=tensor, slot=windows[row][2], head=first, complete=first + each >= len(heads))
 
 
@@ -141,15 +159,24 @@ def chunk_states(
     dropped = bounds is not None
     begins = [0, *accumulate(-(-count // CHUNK_TOKENS) for count in rows.counts)]
     positions = want.request.positions
+    after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
         offset, number, slot = positions.window(past, count, past + count)
         ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
+        if rows.alike and ends:
+            tensor = pick_heads(pick(after, 1, ends), want, 2)
+            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
+            return
         if ends:
+<<<<<<< HEAD
+            yield Piece(row=row, tensor=pick_heads(pick(after[row], 0, ends), want, 1), slot=slot)
+=======
             after = returned[row, None]
             if chunks is not None:
                 own = chunks[0, begins[row] : begins[row + 1]] if dropped else chunks[row]
                 after = torch.cat([own, after.to(own.dtype)])[ends]
             yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
+>>>>>>> k3b
 
 
 def attention_scores(
@@ -178,15 +205,15 @@ def attention_scores(
         each = max(1, SLICE_BYTES // (number * total * 4))
         for first in range(0, len(heads), each):
             chosen = list(heads[first : first + each])
-            query = queries[row, chosen, queried].float()
-            key = keys[row, [head // groups for head in chosen], first_key : first_key + total].float()
-            scores = query @ key.transpose(1, 2) * scaling
+            query = pick(queries[row, :, queried], 0, chosen)
+            key = pick(keys[row, :, first_key : first_key + total], 0, [head // groups for head in chosen])
+            scores = _products(query, key).mul_(scaling)
             if mask is None or mask.ndim != 4:
                 at = past + offset + step * torch.arange(number, device=scores.device)
-                scores = scores.masked_fill(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
+                scores.masked_fill_(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
             else:
                 part = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
-                scores = _masked(scores, part[chosen] if part.shape[0] > 1 else part)
+                scores = _masked(scores, pick(part, 0, chosen) if part.shape[0] > 1 else part)
             yield Piece(
                 row=row,
                 tensor=scores,
@@ -240,7 +267,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 def pick_heads(tensor: torch.Tensor, want: Want, axis: int) -> torch.Tensor:
     """The heads wanted, of a tensor whose head axis is ``axis``."""
-    return tensor if want.heads is None else torch.stack([tensor.select(axis, head) for head in want.heads], axis)
+    return tensor if want.heads is None else pick(tensor, axis, want.heads)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -253,18 +280,33 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _of(tensor: torch.Tensor, chosen: Sequence[int], rows: Rows) -> torch.Tensor:
     """The chosen rows ``[row, position, …]``, moved so that position 0 is the first real token."""
     if rows.aligned:
-        return tensor if len(chosen) == len(tensor) else tensor[list(chosen)]
+        return pick(tensor, 0, chosen)
     parts = [tensor[row, rows.starts[row] : rows.starts[row] + rows.counts[row]] for row in chosen]
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
-def _heads_of(tensor: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-    """The chosen heads of ``[row, position, head, …]``, without a copy where they are all."""
-    return tensor if len(chosen) == tensor.shape[2] else tensor[:, :, list(chosen)]
+def pick(tensor: torch.Tensor, axis: int, numbers: Sequence[int]) -> torch.Tensor:
+    """Entries of an axis, as a view where they are evenly spaced; never by an index that the device would wait for."""
+    if len(numbers) == 1:
+        return tensor.narrow(axis, numbers[0], 1)
+    step = numbers[1] - numbers[0]
+    if step > 0 and all(after - before == step for before, after in pairwise(numbers)):
+        return tensor[(slice(None),) * axis + (slice(numbers[0], numbers[-1] + 1, step),)]
+    return torch.stack([tensor.select(axis, number) for number in numbers], axis)
 
 
-def _adjoining(tensor: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    """Entries of the first axis, as a view where they adjoin."""
-    if places[-1] - places[0] == len(places) - 1:
-        return tensor[places[0] : places[-1] + 1]
-    return tensor[list(places)]
+def _lengths(chosen: Sequence[int], rows: Rows, like: torch.Tensor) -> torch.Tensor | None:
+    """Real tokens of the chosen rows on the device of ``like``, or None where all fill the forward."""
+    counts = [rows.counts[row] for row in chosen]
+    if rows.aligned and all(count == rows.width_tokens for count in counts):
+        return None
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    return lengths.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else lengths
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """``queries @ keys`` of each head, summed in float32 and not rounded: ``[head, query, key]``."""
+    if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
+        # Products of two bfloat16 are exact in float32, so this is what casting first would give, much faster.
+        return torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
+    return queries.float() @ keys.float().transpose(1, 2)

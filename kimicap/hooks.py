@@ -47,7 +47,9 @@ class Recorder:
         sink: Sink,
         *,
         fast: bool = False,
+        together: bool = False,
     ) -> None:
+        self._together = together
         self._fast = fast
         self._sites = {
             part: {name: site.fast if fast and site.fast else site for name, site in sites.items()}
@@ -318,35 +320,38 @@ class Recorder:
         layout, key, rows = want.value.layout, want.value.key, self.rows
         axis = position_axis(want.value)
         head = layout.index("head") if "head" in layout else None
+        alike = rows.alike and len(rows.counts) > 1
         for row, (start, count, past) in enumerate(zip(rows.starts, rows.counts, rows.past, strict=True)):
-            if not count:
+            if not count or (alike and row):
                 continue
-            piece, slot = tensor[row], 0
+            piece, slot, lead = (tensor, 0, 1) if alike else (tensor[row], 0, 0)
+            several = len(rows.counts) if alike else None
             if axis is not None:
                 positions = want.request.positions
                 offset, number, slot = positions.window(past, count, past + count)
                 if not number:
                     continue
-                place, first = layout.index(axis), start + offset
+                place, first = lead + layout.index(axis), start + offset
                 piece = piece.narrow(place, first, (number - 1) * positions.step + 1)
                 if positions.step > 1:
                     piece = piece[(slice(None),) * place + (slice(None, None, positions.step),)]
             if head is not None:
-                piece = pick_heads(piece, want, head)
+                piece = pick_heads(piece, want, lead + head)
             if want.request.top is None:
-                self._give(key, block, Piece(row=row, tensor=piece, slot=slot))
+                self._give(key, block, Piece(row=row, rows=several, tensor=piece, slot=slot))
             else:
                 largest = piece.float().topk(want.request.top, dim=-1)
                 kept = piece.gather(-1, largest.indices)
-                self._give(key, block, Piece(row=row, tensor=kept, slot=slot), "_top")
-                self._give(key, block, Piece(row=row, tensor=largest.indices, slot=slot), "_top_ids")
+                self._give(key, block, Piece(row=row, rows=several, tensor=kept, slot=slot), "_top")
+                self._give(key, block, Piece(row=row, rows=several, tensor=largest.indices, slot=slot), "_top_ids")
         self.fired.add((key, block))
         self.dtypes[key] = str(tensor.dtype).removeprefix("torch.")
 
     def _give(self, key: str, block: int | None, piece: Piece, suffix: str = "") -> None:
         self.fired.add((key, block))
         self.dtypes.setdefault(key + suffix, str(piece.tensor.dtype).removeprefix("torch."))
-        self._sink(key + suffix, block, piece)
+        for part in (piece,) if self._together else piece.split():
+            self._sink(key + suffix, block, part)
 
 
 def _own_layout(axes: Sequence[str]) -> list[str]:

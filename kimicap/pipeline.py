@@ -143,7 +143,17 @@ class Loop:
         self._stopping = True
 
     def sink(self, key: str, block: int | None, piece: Piece) -> None:
-        """Takes a piece from the recorder: placed at once, or kept until the batch's decoding is over."""
+        """Takes a piece from the recorder: placed at once, or kept until the batch's decoding is over.
+
+        Several rows in one piece stay together where their sequences follow each other.
+        """
+        if piece.rows is not None:
+            numbers = self._numbers[piece.row : piece.row + piece.rows]
+            adjoin = list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+            if not adjoin or self._first is not None or self._decoding is not None:
+                for part in piece.split():
+                    self.sink(key, block, part)
+                return
         if self._first is not None:
             self._first.see(key, block, piece)
         sequence = self._numbers[piece.row]
@@ -284,7 +294,7 @@ class Loop:
                 self._assembler.fill(key, block, empty)
                 seen.add(empty)
         if piece.complete:
-            seen.add(sequence)
+            seen.update(range(sequence, sequence + (piece.rows or 1)))
 
     def _empty_rows(self, batch: Sequence[int]) -> dict[str, list[int]]:
         """By value, the sequences too short for the positions that were asked for."""

@@ -34,6 +34,11 @@ class Rows:
         return Rows(width_tokens=width, starts=starts, counts=tuple(lengths), past=(0,) * len(lengths))
 
     @property
+    def alike(self) -> bool:
+        """Whether all rows have their real tokens at the same places, none of them ended."""
+        return len(set(zip(self.starts, self.counts, self.past, strict=True))) == 1 and self.counts[0] > 0
+
+    @property
     def aligned(self) -> bool:
         """Whether every row begins at the forward's first token."""
         return not any(self.starts)

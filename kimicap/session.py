@@ -118,7 +118,9 @@ class Session:
             continued=settings.split_long == "continue",
             first=self._first_batch() if checked else None,
         )
-        recorder = Recorder(self._model, prepared.architecture, prepared.wants, loop.sink, fast=self._fast)
+        recorder = Recorder(
+            self._model, prepared.architecture, prepared.wants, loop.sink, fast=self._fast, together=True
+        )
         try:
             with signals(loop.stop):
                 yield from loop.run(self._runner(recorder), recorder, blocks)
