@@ -6,11 +6,7 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-<<<<<<< HEAD
-from itertools import pairwise
-=======
-from itertools import accumulate
->>>>>>> k3b
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -156,27 +152,23 @@ def chunk_states(
             is then ``[1, …]``, with the chunks of all rows one after another.
     """
     assert rows.aligned or bounds is not None, "checked with the settings"
-    dropped = bounds is not None
     begins = [0, *accumulate(-(-count // CHUNK_TOKENS) for count in rows.counts)]
     positions = want.request.positions
-    after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
         offset, number, slot = positions.window(past, count, past + count)
         ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
-        if rows.alike and ends:
+        if not ends:
+            continue
+        if rows.alike and chunks is not None and bounds is None:
+            after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
             tensor = pick_heads(pick(after, 1, ends), want, 2)
             yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
             return
-        if ends:
-<<<<<<< HEAD
-            yield Piece(row=row, tensor=pick_heads(pick(after[row], 0, ends), want, 1), slot=slot)
-=======
-            after = returned[row, None]
-            if chunks is not None:
-                own = chunks[0, begins[row] : begins[row + 1]] if dropped else chunks[row]
-                after = torch.cat([own, after.to(own.dtype)])[ends]
-            yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
->>>>>>> k3b
+        after = returned[row, None]
+        if chunks is not None:
+            own = chunks[row] if bounds is None else chunks[0, begins[row] : begins[row + 1]]
+            after = pick(torch.cat([own, after.to(own.dtype)]), 0, ends)
+        yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
 
 
 def attention_scores(
