@@ -152,26 +152,23 @@ def chunk_states(
             is then ``[1, …]``, with the chunks of all rows one after another.
     """
     assert rows.aligned or bounds is not None, "checked with the settings"
-    dropped = bounds is not None
     begins = [0, *accumulate(-(-count // CHUNK_TOKENS) for count in rows.counts)]
     positions = want.request.positions
-    if rows.alike and chunks is not None and not dropped:
-        offset, number, slot = positions.window(rows.past[0], rows.counts[0], rows.past[0] + rows.counts[0])
-        ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
-        if ends:
-            after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
-            tensor = pick_heads(pick(after, 1, ends), want, 2)
-            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
-        return
     for row, (count, past) in enumerate(zip(rows.counts, rows.past, strict=True)):
         offset, number, slot = positions.window(past, count, past + count)
         ends = [(offset + at * positions.step + 1) // CHUNK_TOKENS for at in range(number)]
-        if ends:
-            after = returned[row, None]
-            if chunks is not None:
-                own = chunks[0, begins[row] : begins[row + 1]] if dropped else chunks[row]
-                after = pick(torch.cat([own, after.to(own.dtype)]), 0, ends)
-            yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
+        if not ends:
+            continue
+        if rows.alike and chunks is not None and bounds is None:
+            after = torch.cat([chunks, returned[:, None].to(chunks.dtype)], 1)
+            tensor = pick_heads(pick(after, 1, ends), want, 2)
+            yield Piece(row=0, rows=len(rows.counts), tensor=tensor, slot=slot)
+            return
+        after = returned[row, None]
+        if chunks is not None:
+            own = chunks[row] if bounds is None else chunks[0, begins[row] : begins[row + 1]]
+            after = pick(torch.cat([own, after.to(own.dtype)]), 0, ends)
+        yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
 
 
 def attention_scores(

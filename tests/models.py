@@ -15,13 +15,13 @@ from transformers import PretrainedConfig
 try:
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 except ImportError:
-    KimiLinearForCausalLM: Any = None
+    KimiLinearForCausalLM = torch.nn.Module
 
     class KimiLinearConfig(PretrainedConfig):
         model_type = "kimi_linear"
 
 
-HAS_KIMI_LINEAR = KimiLinearForCausalLM is not None
+HAS_KIMI_LINEAR = KimiLinearForCausalLM is not torch.nn.Module
 NO_KIMI_LINEAR = "this transformers has no Kimi-Linear"
 
 KDA, MLA = "linear_attention", "full_attention"

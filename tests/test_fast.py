@@ -54,6 +54,10 @@ def test_states_of_mixed_lengths(model, family):
     check_fast(model, family, ROWS)
 
 
+def test_states_of_one_length(model, family):
+    check_fast(model, family, [ROWS[0], ROWS[0][::-1]])
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_states_where_the_mixer_drops_the_padding(model, family, side):
     for rows in (ROWS, ROWS[1:2]):

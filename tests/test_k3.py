@@ -223,8 +223,10 @@ def test_router_values_take_as_many_hooks_with_many_experts():
 
         def run(runner, recorder, tokens, model=model):
             hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-            counts.append(sum(hooks))
+            sink, handed = recorder._sink, []
+            recorder._sink = lambda *piece: handed.append(piece) or sink(*piece)
             runner.prompts(tokens)
+            counts.append((sum(hooks), len(handed)))
 
         names = ["router_logits", "expert_indices", "expert_weights", "expert_outputs", "routed_latent"]
         check_against_oracle(model, capture_prompts(model, ROWS[:1], names, family=FAMILY, run=run), ROWS[:1])

@@ -13,7 +13,7 @@ from kimicap.errors import UsageError
 from kimicap.models import architecture_of, check_class, load_model, load_tokenizer, own_code, versions
 from kimicap.schema import load_schema
 from kimicap.tokens import ByteTokenizer
-from tests.models import save_config, save_model, tiny_config, tiny_model
+from tests.models import need_kimi_linear, save_config, save_model, tiny_config, tiny_model
 
 SCHEMA = load_schema()
 
@@ -66,6 +66,7 @@ def test_an_architecture_from_the_file_alone(saved):
 
 
 def test_what_a_config_leaves_out_transformers_fills_in(tmp_path):
+    need_kimi_linear()
     config = tiny_config().to_dict()
     del config["moe_intermediate_size"]
     found = architecture_of(settings(config_file(tmp_path, json.dumps(config))), SCHEMA)
@@ -130,6 +131,7 @@ def test_a_saved_model_comes_back_ready(saved):
 
 
 def test_random_weights_are_a_function_of_the_seed(tmp_path):
+    need_kimi_linear()
     folder = save_config(tmp_path)
     torch.manual_seed(5)
     one = loaded(folder, random_weights=True, seed=3).state_dict()
