@@ -1,5 +1,6 @@
 """One run from a plan to a sealed capture: create or resume, load, loop, seal."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,7 @@ def _create(
 
 def _record(prepared: Prepared) -> dict[str, Any]:
     data = prepared.settings.data()
+    schema = prepared.settings.schema_file
     return {
         "blocks": prepared.plan.blocks,
         "block_sequences": prepared.plan.block_sequences,
@@ -131,6 +133,7 @@ def _record(prepared: Prepared) -> dict[str, Any]:
         "settings": data,
         "settings_digest": digest(data),
         "tokens_digest": prepared.sequences.digest,
+        "schema_digest": "" if schema is None else hashlib.sha256(schema.read_bytes()).hexdigest(),
     }
 
 
@@ -149,6 +152,8 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
     ]
     if not differ and ours["tokens_digest"] != theirs.get("tokens_digest"):
         differ = ["the dataset or tokenizer gives other tokens than it did"]
+    if not differ and ours["schema_digest"] != theirs.get("schema_digest"):
+        differ = ["the schema file has changed"]
     if not differ and ours != theirs:
         differ = [
             f"{name} is {ours[name]!r}, was {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
