@@ -19,7 +19,7 @@ import torch
 from transformers import KimiLinearConfig
 
 from kimicap.config import load_settings
-from kimicap.pipeline import Committed
+from kimicap.events import Committed
 from kimicap.prepare import prepare
 from kimicap.run import run
 

@@ -50,7 +50,7 @@ if sys.argv[2] == "load":
     from kimicap.schema import load_schema
     load_model(settings, architecture_of(settings, load_schema()))
 else:
-    from kimicap.pipeline import Committed
+    from kimicap.events import Committed
     for event in run(prepare(settings)):
         if isinstance(event, Committed):
             break

@@ -18,6 +18,7 @@ from kimicap.architecture import Architecture, Want
 from kimicap.callsites import functions_of, origin_of, replaced
 from kimicap.computed import Piece, pick_heads
 from kimicap.errors import UsageError
+from kimicap.reading import argument_of, item_of, own_layout
 from kimicap.rows import Rows, to_layout
 from kimicap.schema import Call, Site
 from kimicap.selection import position_axis
@@ -173,7 +174,7 @@ class Recorder:
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._paused:
-                self._read(site, block, _argument(site.argument, names, args, kwargs, where), where)
+                self._read(site, block, argument_of(site.argument, names, args, kwargs, where), where)
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._paused:
@@ -181,7 +182,7 @@ class Recorder:
             if site.whole:
                 self._read(site, block, (module, {**dict(zip(names, args, strict=False)), **kwargs}), where)
             else:
-                self._read(site, block, _item(site.item, output, where), where)
+                self._read(site, block, item_of(site.item, output, where), where)
 
         if site.input is not None:
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
@@ -243,12 +244,12 @@ class Recorder:
                         given = {**dict(zip(names, args, strict=False)), **kwargs}
                         found: Any = (original, [given[name] for name in names if name in given])
                     elif site.argument is not None:
-                        found = _argument(site.argument, names, args, kwargs, where)
+                        found = argument_of(site.argument, names, args, kwargs, where)
                     else:
                         results = (output,) if isinstance(output, torch.Tensor) else output
                         # Functions that --states fast asks for no more return no more.
                         more = call.returns is not None and (site.result or 0) >= call.returns
-                        found = None if more and not fast else _item(site.result, results, where)
+                        found = None if more and not fast else item_of(site.result, results, where)
                     self._read(site, block, found, where)
             return output if call.returns is None else output[: call.returns]
 
@@ -263,7 +264,7 @@ class Recorder:
         """Whether the arguments are the modules that the call's ``where`` names."""
         host = self._hosts[call.part, block]
         return all(
-            _argument(argument, names, args, kwargs, call.name) is host.get_submodule(path)
+            argument_of(argument, names, args, kwargs, call.name) is host.get_submodule(path)
             for argument, path in call.where.items()
         )
 
@@ -274,7 +275,7 @@ class Recorder:
         want = self._wants.get((site.part, site.name))
         tensor = raw
         if isinstance(raw, torch.Tensor) and site.axes is not None:
-            layout = want.value.layout if want is not None else site.layout or _own_layout(site.axes)
+            layout = want.value.layout if want is not None else site.layout or own_layout(site.axes)
             if site.cut is not None:
                 raw = raw.narrow(site.axes.index(site.cut), 0, self._size(site.part, site.cut))
             tensor = self._laid_out(raw.clone() if site.overwritten else raw, site.axes, layout, site.part, where)
@@ -353,38 +354,3 @@ class Recorder:
         self.dtypes.setdefault(key + suffix, str(piece.tensor.dtype).removeprefix("torch."))
         for part in (piece,) if self._together else piece.split():
             self._sink(key + suffix, block, part)
-
-
-def _own_layout(axes: Sequence[str]) -> list[str]:
-    """The layout of an ingredient that is no value: its own axes."""
-    renamed = {"token": "position", "past": "position"}
-    names = [renamed.get(name, name) for axis in axes for name in axis.split("*")]
-    return [name for name in names if name != "batch"]
-
-
-def _argument(
-    which: str | int | None, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], where: str
-) -> Any:
-    if isinstance(which, int):
-        if which < len(args):
-            return args[which]
-        which = names[which] if which < len(names) else which
-    if which in kwargs:
-        return kwargs[str(which)]
-    if which in names and names.index(str(which)) < len(args):
-        return args[names.index(str(which))]
-    if which in names:
-        return None
-    raise UsageError(f"{where}: no argument is called {which!r} (there are {', '.join(names)}); mend the schema.")
-
-
-def _item(which: str | int | None, output: Any, where: str) -> Any:
-    if which is None:
-        if isinstance(output, torch.Tensor) or output is None:
-            return output
-        size = f" of {len(output)}" if isinstance(output, tuple | list) else ""
-        raise UsageError(f"{where}: found a {type(output).__name__}{size}; say which `item` is meant in the schema.")
-    try:
-        return output[which]
-    except (IndexError, KeyError, TypeError):
-        raise UsageError(f"{where}: the output, a {type(output).__name__}, has no item {which!r}.") from None

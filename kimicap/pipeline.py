@@ -16,6 +16,7 @@ from kimicap.assembly import Assembler, assemble
 from kimicap.batches import Sequences, form_batches
 from kimicap.computed import Piece
 from kimicap.errors import Stopped, UsageError
+from kimicap.events import Committed, Event, Progress
 from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding, Runner
 from kimicap.frame import Frame
@@ -29,45 +30,6 @@ from kimicap.writers import Pending
 
 MOST_WAITING = 32
 """Blocks that may be on their way to the disk: small ones would pile up long before their bytes fill the slots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far the run is, after each batch.
-
-    Attributes:
-        sequences: Sequences done in this run.
-        tokens: Tokens done in this run.
-        written_bytes: Bytes handed to the writers, uncompressed.
-        elapsed_s: Seconds since the first batch.
-        waited_s: Of them, seconds the loop waited for the disk.
-        seconds: Of them, by stage: ``forward`` (the loop in the model's forwards; on a GPU, launching them),
-            ``device`` (the loop waiting for a GPU's copies), ``disk`` (waiting for the disk) and, beside those,
-            ``writing`` (at least one shard on its way to the disk).
-    """
-
-    sequences: int
-    tokens: int
-    written_bytes: int
-    elapsed_s: float
-    waited_s: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """A block is on disk and recorded.
-
-    Attributes:
-        nonfinite: How many elements are NaN or infinite, by value and block of the model; those without any left out.
-    """
-
-    block: int
-    sequences: int
-    nonfinite: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-
-
-Event = Progress | Committed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from kimicap.config import size_text
 
 if TYPE_CHECKING:
     from kimicap.cluster import Rank
-    from kimicap.pipeline import Event
-    from kimicap.pipeline import Progress as Step
+    from kimicap.events import Event
+    from kimicap.events import Progress as Step
     from kimicap.prepare import Prepared
 
 LINE_EVERY_S = 30.0

@@ -16,7 +16,7 @@ from kimicap.outcome import merged
 from kimicap.prepare import Prepared, check_room, on_existing
 
 if TYPE_CHECKING:
-    from kimicap.pipeline import Event
+    from kimicap.events import Event
 
 
 def run(

@@ -12,11 +12,12 @@ import torch
 from kimicap.cluster import Rank
 from kimicap.config import Settings
 from kimicap.errors import UsageError
+from kimicap.events import Event
 from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
 from kimicap.invariants import router_rule
-from kimicap.pipeline import Event, Loop, Work
+from kimicap.pipeline import Loop, Work
 from kimicap.prepare import Prepared, on_existing
 from kimicap.slots import Slots
 from kimicap.store import Store

@@ -11,11 +11,11 @@ import pytest
 import kimicap
 
 FILES = sorted(Path(kimicap.__file__).parent.glob("*.py"))
-LONGEST_LINES = 400
+LONGEST_LINES = 360
 
 ALLOWED = {
     "torch": "assembly callsites check compared computed first_batch forwards hooks invariants kda kda_chunks "
-    "kda_triton notebook odd recomputed rows session slots taken writers",
+    "kda_triton notebook odd reading recomputed rows session slots taken writers",
     "triton": "kda_triton",
     "zarr": "arrays",
     "tensorstore": "shards store",

@@ -19,7 +19,8 @@ from kimicap import grid
 from kimicap.architecture import family_of_config, read_architecture, resolve
 from kimicap.computed import Piece
 from kimicap.errors import KimicapError, RoomError, UsageError
-from kimicap.pipeline import Committed, Loop, Work
+from kimicap.events import Committed
+from kimicap.pipeline import Loop, Work
 from kimicap.plan import forward_group, plan_capture
 from kimicap.schema import load_schema
 from kimicap.selection import parse_values, position_axis

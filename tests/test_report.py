@@ -10,7 +10,7 @@ from rich.console import Console
 from kimicap import report
 from kimicap.cluster import Rank
 from kimicap.config import size_text
-from kimicap.pipeline import Committed, Progress
+from kimicap.events import Committed, Progress
 
 
 def step(number, *, elapsed_s, waited_s=0.0):

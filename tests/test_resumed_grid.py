@@ -8,7 +8,7 @@ import zarr
 
 from kimicap import grid
 from kimicap.config import load_settings
-from kimicap.pipeline import Committed
+from kimicap.events import Committed
 from kimicap.prepare import prepare
 from kimicap.run import run
 from tests.models import save_model
