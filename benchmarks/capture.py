@@ -14,14 +14,15 @@ MEMORY = "/dev/shm"
 def into_nothing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]:
     """Captures into a sink that discards, over the bare forward; enough batches that start and end weigh little."""
     batches *= 3
+    on_gpu = next(subject.model.parameters()).device.type == "cuda"
     cases = [
         ("residuals, router logits, indices into a sink", "<= 1.02", USUAL, {}),
         ("states@every:64 at the kernel's precision into a sink", "<= 1.05", ["states@every:64"], {"states": "fast"}),
-        ("exact float32 states@every:64 into a sink", "<= 1.5", ["states@every:64"], {}),
+        ("exact float32 states@every:64 into a sink", "<= 1.5" if on_gpu else "<= 1.3", ["states@every:64"], {}),
         ("patterns of all MLA blocks into a sink", "<= 1.25", ["patterns"], {}),
     ]
     for name, target, values, settings in cases:
-        if settings.get("states") == "fast" and next(subject.model.parameters()).device.type != "cuda":
+        if settings.get("states") == "fast" and not on_gpu:
             continue
         prepared = subject.prepared(values, batches=batches, **settings)
         slots = subject.slots(prepared)

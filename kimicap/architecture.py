@@ -40,7 +40,7 @@ class Architecture:
                 f"The family {self.family.name} has no size for the dimension {dim} of {host}; add {host}.{dim} "
                 "to its sizes in the schema."
             )
-        return int(expressions.first(expression, self.config))
+        return _whole(expression, self.config, least=0)
 
     def value(self, value: Value) -> Value:
         """The value with the layout and the description that this family's site gives it, where it gives any."""
@@ -70,13 +70,16 @@ def read_architecture(family: Family, config: Mapping[str, Any]) -> Architecture
     """The architecture that ``config`` describes.
 
     Raises:
-        expressions.MissingKey: The config leaves out a key that the family's sizes or blocks need.
+        expressions.MissingKey: The config leaves out a key that the family's sizes or blocks need, or holds no fitting
+            number there.
     """
     matches = [match for match in family.matches if match.model_type == config.get("model_type")] or family.matches
     match = matches[0]
     if match.config is not None:
+        if not isinstance(config.get(match.config), Mapping):
+            raise expressions.MissingKey(match.config)
         config = config[match.config]
-    layers = int(expressions.first(family.layers, config))
+    layers = _whole(family.layers, config, least=1)
     blocks = {
         name: tuple(
             layer
@@ -86,8 +89,20 @@ def read_architecture(family: Family, config: Mapping[str, Any]) -> Architecture
         for name, part in family.parts.items()
     }
     for expression in family.sizes.values():
-        expressions.first(expression, config)
+        _whole(expression, config, least=0)
     return Architecture(family=family, match=match, layers=layers, blocks=blocks, config=config)
+
+
+def _whole(expression: Sequence[str], config: Mapping[str, Any], *, least: int) -> int:
+    """The whole number that the config gives for a size.
+
+    Raises:
+        expressions.MissingKey: The config leaves out a key, or holds something else or less there.
+    """
+    found = expressions.first(expression, config)
+    if not isinstance(found, int) or isinstance(found, bool) or found < least:
+        raise expressions.MissingKey(f"a whole number of at least {least} for {' or '.join(expression)}")
+    return found
 
 
 def family_of_config(schema: Schema, config: Mapping[str, Any], *, code: str | None, model: str) -> Family:

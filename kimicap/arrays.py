@@ -7,6 +7,7 @@ folders: they would find ``.kimicap`` there, and warn.
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 import warnings
@@ -24,6 +25,8 @@ from kimicap.errors import MismatchError, UsageError
 from kimicap.layout import ArrayLayout, Coordinate, groups_of
 from kimicap.records import storage_error
 
+# Also as pathlib writes URLs, with one slash.
+_URL = re.compile(r"(s3|gs|gcs|az|abfs|hf|https?|file):/")
 CODECS = ("lz4", "zstd", "none")
 
 
@@ -38,7 +41,7 @@ def build(
     overwrite: bool,
 ) -> None:
     """Make the empty capture at ``path``, wholly or not at all; see `kimicap.store.create`."""
-    _check_target(path, overwrite)
+    check_target(path, overwrite=overwrite)
     # NaN is no JSON: better refused now than when the capture is sealed.
     told = [item.attributes for item in arrays] + [item.attributes for item in coordinates]
     json.dumps([attributes, record, told], allow_nan=False)
@@ -99,11 +102,18 @@ def local(path: Path | str) -> Path:
     """``path`` as an absolute local path.
 
     Raises:
-        UsageError: It is the URL of an object store.
+        UsageError: It is the URL of an object store, or no path.
     """
-    if "://" in str(path):
+    if "://" in str(path) or _URL.match(str(path)):
         raise UsageError(f"{path} is a URL, and object stores are not supported yet. Give a local folder.")
-    return Path(path).resolve()
+    try:
+        found = Path(path).resolve()
+        found.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, a loop of links, a zero byte.
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{str(path)!r} cannot be the path of a capture ({reason}). Give another.") from None
+    return found
 
 
 def read_root(path: Path) -> dict[str, Any]:
@@ -141,10 +151,21 @@ def set_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
         raise storage_error(error, path / "zarr.json") from error
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
-    """Refuse a ``path`` where something is that must not be lost."""
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """Refuses a ``path`` where something is that must not be lost, or where nothing can be made.
+
+    Raises:
+        UsageError: So it is.
+    """
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file. Give a folder that does not exist yet as --out.")
+    parent = path.parent
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"{path} cannot be made, since {parent} is a file. Give another --out.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path} cannot be made: {parent} may not be written to. Give another --out.")
     if not path.exists() or not any(path.iterdir()):
         return
     if not records.is_capture(path):

@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kimicap._version import __version__
-from kimicap.config import Settings, load_settings
+from kimicap.config import load_settings
 from kimicap.errors import KimicapError, Stopped
+from kimicap.flags import option, setting_options
 
 if TYPE_CHECKING:
     from kimicap.prepare import Prepared
@@ -76,8 +76,8 @@ def _command(name: str, *, settings: bool = False) -> Callable[[Callable[..., No
     def register(function: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "flags"]
         names = [parameter.name for parameter in own]
-        debug = _option("debug", bool, False, "Show the traceback of an error.", "--debug")
-        parameters = [*own, *(_setting_options() if settings else ()), debug]
+        debug = option("debug", bool, False, "Show the traceback of an error.", "--debug")
+        parameters = [*own, *(setting_options() if settings else ()), debug]
 
         @functools.wraps(function)
         def command(**given: Any) -> None:
@@ -112,46 +112,6 @@ def _prefix() -> str:
     return f"[rank {rank.rank}] " if rank.rank else ""
 
 
-def _option(name: str, kind: Any, default: Any, about: str, *flags: str, metavar: str | None = None) -> Any:
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, typer.Option(*flags, help=about, metavar=metavar)],
-    )
-
-
-def _setting_options() -> Iterator[inspect.Parameter]:
-    """A flag a setting, all of them None where they are not given, so that they leave the config file alone."""
-    for field_name, field in Settings.model_fields.items():
-        name = field.alias or field_name
-        kebab = name.replace("_", "-")
-        # What comes as text and is parsed by the setting itself (sizes like 4GiB) is text here.
-        parsed = any(hasattr(item, "func") for item in field.metadata)
-        kind, choices = _kind(field.annotation, parsed=parsed)
-        about = field.description or ""
-        if field.default is not None and not field.is_required() and kind is not bool:
-            default = f"{field.default / 2**30:g}GiB" if parsed and kind is str else field.default
-            about += f" [default: {default}]"
-        flag = f"--{kebab}/--no-{kebab}" if kind is bool else f"--{kebab}"
-        yield _option(name, kind | None, None, about, flag, metavar=choices)
-
-
-def _kind(annotation: Any, *, parsed: bool) -> tuple[Any, str | None]:
-    """What typer parses for a setting's type, and what `--help` calls it; `load_settings` checks the rest."""
-    if get_origin(annotation) is Annotated:
-        return _kind(get_args(annotation)[0], parsed=parsed)
-    if get_origin(annotation) in (Union, UnionType):
-        return _kind(next(kind for kind in get_args(annotation) if kind is not type(None)), parsed=parsed)
-    if get_origin(annotation) is Literal:
-        return str, "|".join(get_args(annotation))
-    if get_origin(annotation) is list:
-        return list[str], "V[,V...]"
-    if annotation in (bool, float) or (annotation is int and not parsed):
-        return annotation, None if annotation is bool else "NUMBER"
-    return str, "SIZE" if annotation is int else "PATH" if annotation is Path else "TEXT"
-
-
 def _prepared(config: Path | None, flags: Mapping[str, Any], *, out: str | None = None) -> "Prepared":
     """The run that a config file and flags describe; ``out`` where neither names one."""
     from kimicap.prepare import prepare
@@ -179,31 +139,50 @@ def run_command(
     from kimicap.prepare import check_room
 
     rank = find_rank()
-    prepared = _prepared(config, flags)
-    if not rank.rank:
-        report.show_plan(plan_document(prepared), err=not dry_run)
-    if dry_run:
-        return check_room(prepared)
-    from kimicap.run import run
+    with _stoppable() as until_asked:
+        if not dry_run:
+            from kimicap.run import check_place
 
-    with _terminated():
-        report.follow(run(prepared, resume=resume, overwrite=overwrite, rank=rank), prepared, rank, resume=resume)
+            check_place(load_settings(config, flags), resume=resume, overwrite=overwrite, rank=rank)
+        prepared = _prepared(config, flags)
+        if not rank.rank:
+            report.show_plan(plan_document(prepared), err=not dry_run)
+        if dry_run:
+            return check_room(prepared)
+        from kimicap.run import run
+
+        events = until_asked(run(prepared, resume=resume, overwrite=overwrite, rank=rank))
+        report.follow(events, prepared, rank, resume=resume)
     if not rank.rank:
         typer.echo(prepared.settings.out)
 
 
 @contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM outside the loop, which handles it itself, stops like Ctrl-C instead of killing without a word."""
+def _stoppable() -> Iterator[Callable[[Iterator[Any]], Iterator[Any]]]:
+    """SIGTERM and SIGINT outside the loop, which handles them itself, stop a run as Ctrl-C does.
+
+    Yields:
+        What a run's events go through. Where the signal's exception was lost, as it is in a destructor, they end at
+        the next one.
+    """
+    asked = []
 
     def interrupt(number: int, frame: Any) -> None:
+        asked.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def until_asked(events: Iterator[Any]) -> Iterator[Any]:
+        for event in events:
+            if asked:
+                raise KeyboardInterrupt
+            yield event
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield until_asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @_command("plan", settings=True)

@@ -6,6 +6,7 @@ the sentence that ``--help`` shows.
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kimicap.errors import UsageError
 from kimicap.selection import split_values
 
 MOST = 2**31 - 1
 """Largest number of anything that is counted; token numbers are int32."""
+MOST_DECODED = 2**20
+"""Most tokens to decode after a prompt; the forwards run one token at a time, so more could only be a slip."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -37,6 +40,31 @@ def parse_bytes(text: Any) -> Any:
     if not found:
         raise ValueError("write a size like 4GiB or 500MB")
     return int(Fraction(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes for people, in powers of a thousand: ``1.2 GB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size_bytes < 999.5 or unit == "TB":
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    raise AssertionError("unreachable")
+
+
+def _at_home(path: Any) -> Any:
+    """``~/models`` as the shell would have it; in a config file no shell looks at it."""
+    return os.path.expanduser(path) if isinstance(path, str) and path.startswith("~") else path
+
+
+def _without_nul(text: str) -> str:
+    """Text that a file system takes.
+
+    Raises:
+        ValueError: It holds a NUL, or half a surrogate pair (bytes of the command line that are not UTF-8).
+    """
+    if "\0" in text or (not text.isprintable() and any("\ud800" <= one <= "\udfff" for one in text)):
+        raise ValueError("it must be text without zero bytes, in UTF-8")
+    return text
 
 
 def _one_a_value(value: Any) -> Any:
@@ -57,7 +85,8 @@ def _split_long(value: Any) -> Any:
     return {True: "fresh", False: None}[value] if isinstance(value, bool) else value
 
 
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+Place = Annotated[Text, BeforeValidator(_at_home)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=2**20)]
 Numbers = Annotated[Text, BeforeValidator(_numbers)]
@@ -68,7 +97,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True)
 
-    model: Text = Field(description="Hub id or local folder of the model.", json_schema_extra={"data": True})
+    model: Place = Field(description="Hub id or local folder of the model.", json_schema_extra={"data": True})
     random_weights: bool = Field(
         False,
         description="Build the model from its config with seeded random weights.",
@@ -117,7 +146,7 @@ class Settings(BaseModel):
         json_schema_extra={"data": True},
     )
     input_ids_column: Text | None = Field(None, description="Column of token ids.", json_schema_extra={"data": True})
-    tokenizer: Text | None = Field(
+    tokenizer: Place | None = Field(
         None,
         description="Another tokenizer than the model's; `bytes` is one token a byte.",
         json_schema_extra={"data": True},
@@ -150,7 +179,7 @@ class Settings(BaseModel):
         description="`states` from a float32 recurrence (exact), or the kernel's own bfloat16 ones (fast).",
         json_schema_extra={"data": True},
     )
-    generate: Annotated[int, Field(ge=0, le=MOST)] = Field(
+    generate: Annotated[int, Field(ge=0, le=MOST_DECODED)] = Field(
         0, description="Tokens to decode after each prompt, captured too.", json_schema_extra={"data": True}
     )
     forced: bool = Field(
@@ -172,8 +201,8 @@ class Settings(BaseModel):
     )
     codec: Literal["lz4", "zstd", "none"] = Field("lz4", description="Compression.", json_schema_extra={"data": True})
     memory: Bytes = Field(8 * 2**30, description="Host memory for slots and writers, e.g. 4GiB.")
-    out: Text = Field(description="Folder of the capture.")
-    schema_file: Path | None = Field(
+    out: Place = Field(description="Folder of the capture.")
+    schema_file: Annotated[Path, BeforeValidator(_at_home)] | None = Field(
         None,
         alias="schema",
         description="Schema file whose rows are laid over the built-in ones.",
@@ -221,10 +250,10 @@ def load_settings(
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(file.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"The config file {file} cannot be read ({error.strerror}); check the path.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"The config file {file} is not valid YAML; mend it: {error}") from None
     if not isinstance(tree, dict):
         raise UsageError(f"The config file {file} holds no settings; write lines like `seq_len: 2048`.")

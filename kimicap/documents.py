@@ -6,6 +6,7 @@ from math import ceil, prod
 from typing import Any
 
 from kimicap.architecture import Architecture
+from kimicap.config import size_text
 from kimicap.layout import ArrayLayout
 from kimicap.prepare import Prepared, free_bytes
 from kimicap.schema import Schema, Value
@@ -82,7 +83,8 @@ def plan_document(prepared: Prepared) -> dict[str, Any]:
         ``arrays``, each with ``path``, ``dims``, ``shape``, ``dtype``, ``bytes`` (uncompressed), ``chunk``, ``shard``
         and ``files``; the totals ``bytes``, ``disk_bytes`` (expected), ``free_bytes`` (of the disk of ``out``),
         ``memory_bytes`` (bound of host memory for shards), ``files``, ``blocks``, ``block_sequences``,
-        ``sequences``, ``tokens``; ``model``, ``family``, ``out``, ``fits``, and ``notes`` for people.
+        ``sequences``, ``tokens`` and ``decoded_tokens``, those of them that --generate adds unless a sequence ends
+        early; ``model``, ``family``, ``out``, ``fits``, and ``notes`` for people.
     """
     plan, settings = prepared.plan, prepared.settings
     free = free_bytes(settings.out)
@@ -94,6 +96,7 @@ def plan_document(prepared: Prepared) -> dict[str, Any]:
         "arrays": [_array(array) for array in plan.arrays],
         "sequences": len(plan.lengths),
         "tokens": int(plan.lengths.sum()),
+        "decoded_tokens": 0 if settings.forced else settings.generate * len(plan.lengths),
         "blocks": plan.blocks,
         "block_sequences": plan.block_sequences,
         "files": plan.files,
@@ -102,7 +105,7 @@ def plan_document(prepared: Prepared) -> dict[str, Any]:
         "free_bytes": free,
         "memory_bytes": settings.memory,
         "fits": plan.disk_bytes <= free,
-        "notes": [note for value in plan.values for note in _notes(value, prepared)],
+        "notes": [*_row_notes(prepared), *(note for value in plan.values for note in _notes(value, prepared))],
     }
 
 
@@ -119,16 +122,25 @@ def _array(array: ArrayLayout) -> dict[str, Any]:
     }
 
 
+def _row_notes(prepared: Prepared) -> list[str]:
+    """Rows of the dataset that are not captured whole, which nobody should learn from the arrays alone."""
+    sequences, notes = prepared.sequences, []
+    if sequences.empty_rows:
+        notes.append(f"Rows without tokens, passed over: {sequences.empty_rows}.")
+    if sequences.cut_rows:
+        notes.append(f"Rows cut to {prepared.settings.seq_len} tokens: {sequences.cut_rows}.")
+    return notes
+
+
 def _notes(value: ValuePlan, prepared: Prepared) -> list[str]:
     """What a state at every token would cost, where fewer are kept."""
     positions = value.want.request.positions
     if value.want.value.name != "states" or positions.kind == "all":
         return []
-    lengths = prepared.plan.lengths
-    state_bytes = value.row_bytes // value.row_shape[value.row_dims.index("position")] * len(value.want.blocks)
-    kept = sum(positions.window(0, int(length), int(length))[1] for length in lengths)
-    whole, part = size_text(state_bytes * int(lengths.sum())), size_text(state_bytes * kept)
-    return [f"states@all would take {whole}; states@{positions} takes {part}."]
+    array = value.array
+    state_bytes = array.nbytes // array.shape[next(i for i, dim in enumerate(array.dims) if dim.endswith("_position"))]
+    whole = state_bytes * int(prepared.plan.lengths.max())
+    return [f"states@all would take {size_text(whole)}; states@{positions} takes {size_text(array.nbytes)}."]
 
 
 def verify_document(path: str, damages: Sequence[Damage], missing: Sequence[int], taken: Sequence[int]) -> Any:
@@ -140,12 +152,3 @@ def verify_document(path: str, damages: Sequence[Damage], missing: Sequence[int]
         "missing": list(missing),
         "taken_back": list(taken),
     }
-
-
-def size_text(size_bytes: float) -> str:
-    """Bytes for people, in powers of a thousand: ``1.2 GB``."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size_bytes < 999.5 or unit == "TB":
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    raise AssertionError("unreachable")

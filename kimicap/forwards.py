@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kimicap.architecture import Architecture
-from kimicap.errors import UsageError
+from kimicap.errors import CheckError, UsageError
 from kimicap.hooks import Recorder
 from kimicap.rows import Rows
 
@@ -166,6 +166,11 @@ def _choose(logits: torch.Tensor, streams: Sequence[torch.Generator], temperatur
     if temperature == 0:
         return [int(token) for token in logits.argmax(-1)]
     probabilities = (logits.float() / temperature).softmax(-1).cpu()
+    if not probabilities.isfinite().all():
+        raise CheckError(
+            "The model's logits are NaN or infinite, so no token can be sampled from them; look into it with kimicap "
+            "check, or decode given tokens with --forced."
+        )
     return [
         int(torch.multinomial(row, 1, generator=stream)) for row, stream in zip(probabilities, streams, strict=True)
     ]

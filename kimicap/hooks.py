@@ -234,7 +234,8 @@ class Recorder:
                     "--states fast needs flash-linear-attention's kernels, but the model runs without them; install "
                     "flash-linear-attention and run on a GPU, or use --states exact."
                 )
-            self.kernels[call.name] = origin
+            ran = self.kernels.get(call.name, origin)
+            self.kernels[call.name] = ran if origin in ran.split("; ") else f"{ran}; {origin}"
             for site in self._called.get((call.part, block), ()):
                 if site.call == call.name:
                     where = f"{site.name} at the call {call.name} of block {block}"

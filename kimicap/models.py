@@ -99,10 +99,7 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
             else:
                 if settings.device_map is not None:
                     options["device_map"] = settings.device_map
-                dtype = "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                model = AutoModelForCausalLM.from_pretrained(
-                    settings.model, revision=settings.revision, dtype=dtype, **options
-                )
+                model = _pretrained(settings, options)
                 if settings.device_map is None:
                     model = model.to(device)
     except torch.OutOfMemoryError:
@@ -117,6 +114,46 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
     return found
 
 
+def _pretrained(settings: Settings, options: Mapping[str, Any]) -> Any:
+    """The checkpoint's model. Transformers gives weights that it lacks random numbers, and goes on.
+
+    Raises:
+        UsageError: The checkpoint lacks weights, or has them in other shapes than the config says.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            settings.model,
+            revision=settings.revision,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UsageError(
+            f"The weights of {settings.model} do not fit its config, or some are missing; download the checkpoint "
+            "again, or mend its config.json."
+        ) from error
+    odd = {
+        "lacks": sorted(told["missing_keys"]),
+        "has other shapes than its config says for": sorted(key for key, *_ in told["mismatched_keys"]),
+    }
+    for what, names in odd.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UsageError(
+                f"The checkpoint {settings.model} {what} {', '.join(names[:3])}{more}, which would be random numbers; "
+                "download it again, or mend its config.json."
+            )
+    return model
+
+
 def _device(name: str | None) -> "torch.device":
     """The device of that name; a GPU if there is one where none is named."""
     import torch
@@ -129,6 +166,13 @@ def _device(name: str | None) -> "torch.device":
     if device.type == "cuda" and (device.index or 0) >= gpus:
         seen = f"{gpus} GPU(s), numbered from 0" if gpus else "no GPU"
         raise UsageError(f"--device {name!r} is not there: torch sees {seen}; choose another, or cpu.")
+    try:
+        # Only a try tells whether this build of torch, and this machine, has it.
+        there = device.type != "meta" and torch.empty(0, device=device) is not None
+    except (RuntimeError, AssertionError, NotImplementedError):
+        there = False
+    if not there:
+        raise UsageError(f"--device {name!r} is not there: torch cannot compute on it; write cpu, cuda or cuda:N.")
     return device
 
 

@@ -56,10 +56,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """A block is on disk and recorded."""
+    """A block is on disk and recorded.
+
+    Attributes:
+        nonfinite: How many elements are NaN or infinite, by value and block of the model; those without any left out.
+    """
 
     block: int
     sequences: int
+    nonfinite: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 Event = Progress | Committed
@@ -361,13 +366,12 @@ class Loop:
                 **({"checks": finished.checks} if finished.checks else {}),
             },
         )
-        yield Committed(block=finished.number, sequences=len(numbers))
+        yield Committed(block=finished.number, sequences=len(numbers), nonfinite=odd.get("nonfinite", {}))
 
 
 def _refuse_overflow(odd: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
     """Raises UsageError where a value did not fit in a lossy dtype."""
     if "overflow" in odd:
         key, blocks = next(iter(odd["overflow"].items()))
-        raise UsageError(
-            f"{key} of block {next(iter(blocks))} holds values beyond float16; capture it with --store-dtype lossless."
-        )
+        where = "" if (block := next(iter(blocks))) == "model" else f" of block {block}"
+        raise UsageError(f"{key}{where} holds values beyond float16; capture it with --store-dtype lossless.")

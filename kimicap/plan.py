@@ -8,6 +8,7 @@ import numpy as np
 
 from kimicap import grid
 from kimicap.architecture import Architecture, Want
+from kimicap.config import size_text
 from kimicap.errors import RoomError
 from kimicap.layout import ArrayLayout, Coordinate
 from kimicap.value_plan import Scope, ValuePlan, coordinates, disk_bytes, frame_arrays, layer_axes, value_plans
@@ -106,7 +107,7 @@ def plan_capture(
         generate: Tokens decoded after each prompt, beyond those given.
         decodes: Whether tokens are decoded at all, given ones or new ones.
         packed: Whether the sequences are packed windows.
-        block_sequences: Sequences of a block, or None to choose.
+        block_sequences: Sequences of a block, no more than there are; None to choose.
         together: Sequences of full length that one forward takes.
         store_dtype: ``lossless``, ``float32`` or ``float16``.
         model_dtype: The dtype of the model's weights.
@@ -121,7 +122,7 @@ def plan_capture(
         architecture=architecture,
         count=count,
         longest_tokens=longest,
-        block=block_sequences or grid.block_sequences(longest, count),
+        block=min(block_sequences, count) if block_sequences else grid.block_sequences(longest, count),
         together=together,
         store_dtype=store_dtype,
         model_dtype=model_dtype,
@@ -179,7 +180,7 @@ def forward_group(
                 return size, False
     least = min(needed(size, all_layers=whole) for size in divisors if size <= full)
     raise RoomError(
-        f"The shards open at once are {least / 2**30:.1f} GiB, more than --memory {memory / 2**30:.1f} GiB; give more "
+        f"The shards open at once are {size_text(least)}, more than --memory {size_text(memory)}; give more "
         "memory, shorter sequences, or fewer values, layers, heads or positions."
     )
 

@@ -48,10 +48,17 @@ def plot(
     if lengths[sequence] < 0:
         raise UsageError(f"Sequence {sequence} is not captured yet; go on with `kimicap run --resume`.")
     array = array.isel(sequence=sequence)
+    positions = _selected(tree, array, sequence)
+    if positions is not None and not len(positions):
+        raise UsageError(
+            f"{array.name} has nothing of sequence {sequence}: none of its {lengths[sequence]} tokens was selected "
+            f"({array.attrs['positions']}); choose a longer one with --sequence."
+        )
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     drawn = _draw(axes, array, layer=layer, head=head, length=int(lengths[sequence]))
-    _label_selected(axes, tree, array, sequence)
+    if positions is not None:
+        _label_selected(axes, array, positions)
     axes.set_title(f"{array.name} of sequence {sequence}{drawn}")
     try:
         figure.savefig(out, dpi=150)
@@ -152,17 +159,23 @@ def _norms(array: "DataArray", dims: tuple[Any, ...]) -> Any:
     return (array.astype("float64") ** 2).sum(dims, skipna=False) ** 0.5
 
 
-def _label_selected(axes: "Axes", tree: Any, array: "DataArray", sequence: int) -> None:
-    """Writes positions of the sequence on an axis that counts the selected ones."""
+def _selected(tree: Any, array: "DataArray", sequence: int) -> Any:
+    """Positions of the sequence that the array's entries were read after; None where all are kept."""
     dim = next((str(dim) for dim in array.dims if str(dim).endswith("_position")), None)
     if dim is None:
-        return
+        return None
     name = f"{dim.removesuffix('_position').removesuffix('_top_ids').removesuffix('_top')}_at"
     found = next(node[name] for node in tree.subtree if name in node.data_vars)
     positions = found.values[sequence]
+    return positions[positions >= 0]
+
+
+def _label_selected(axes: "Axes", array: "DataArray", positions: Any) -> None:
+    """Writes positions of the sequence on an axis that counts the selected ones."""
+    dim = next(str(dim) for dim in array.dims if str(dim).endswith("_position"))
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_label_text() == dim:
-            shown = range(0, int((positions >= 0).sum()), max(1, len(positions) // 16))
+            shown = range(0, len(positions), max(1, len(positions) // 16))
             axis.set_ticks(shown, [str(positions[at]) for at in shown])
             axis.set_label_text("position")
 
@@ -222,6 +235,7 @@ def _map(
 
     image = axes.imshow(data, aspect="auto", interpolation="nearest", norm=norm)
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if rows is not None:
         step = max(1, len(rows) // 30)
         axes.set_yticks(range(0, len(rows), step), [str(row) for row in rows[::step]])

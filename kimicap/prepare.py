@@ -1,5 +1,6 @@
 """Everything about a run that is known before weights are loaded: schema, architecture, sequences, plan."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import numpy as np
 
 from kimicap import batches
 from kimicap.architecture import Architecture, Want, resolve
-from kimicap.config import Settings
+from kimicap.config import Settings, size_text
 from kimicap.errors import RoomError, UsageError
 from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
@@ -51,6 +52,7 @@ def prepare(settings: Settings) -> Prepared:
     requests = [request for request in requests if meant(request, requests, architecture)]
     wants = resolve(architecture, requests, layers=settings.layers, heads=settings.heads)
     _check(settings, wants)
+    _check_cache(settings, architecture)
     sequences = batches.read_sequences(
         _data_settings(settings), load_tokenizer(settings), vocab_size=architecture.size("model", "vocab")
     )
@@ -139,7 +141,7 @@ def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:
     free = free_bytes(prepared.settings.out)
     if needed > free:
         raise RoomError(
-            f"The capture needs about {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free where "
+            f"The capture needs about {size_text(needed)}, but {size_text(free)} are free where "
             f"{prepared.settings.out} would lie; choose another --out, or fewer values, layers, positions or sequences."
         )
 
@@ -147,7 +149,7 @@ def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:
 def free_bytes(out: str) -> int:
     """Free bytes of the disk on which ``out`` lies or would lie."""
     folder = Path(out).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # false, where Path.exists raises: for a name that is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -179,6 +181,26 @@ def _check(settings: Settings, wants: Sequence[Want]) -> None:
     if settings.split_long == "continue" and scored:
         raise UsageError(
             f"{scored[0]} reaches back over the cut of --split-long continue; use --split-long fresh, or leave it out."
+        )
+
+
+def _check_cache(settings: Settings, architecture: Architecture) -> None:
+    """The caches of transformers and of the checkpoints' own code count their tokens in an attention block.
+
+    Raises:
+        UsageError: The model has none, and a cache is needed.
+    """
+    continued = settings.split_long == "continue"
+    if not (settings.generate or continued):
+        return
+    if not any(
+        architecture.blocks[part.name] for part in architecture.family.parts.values() if part.host == "self_attn"
+    ):
+        flag, remedy = (
+            ("--split-long continue", "use --split-long fresh") if continued else ("--generate", "leave it out")
+        )
+        raise UsageError(
+            f"{flag} needs the model's cache, which does not work in a model without attention blocks; {remedy}."
         )
 
 

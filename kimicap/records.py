@@ -96,7 +96,7 @@ def read_run(path: Path) -> dict[str, Any]:
         MismatchError: The record is broken, or of a newer format.
     """
     if not path.exists():
-        raise UsageError(f"There is no capture at {path}. Check the path, or run without --resume.")
+        raise UsageError(f"There is no capture at {path}. Check the path.")
     if not is_capture(path):
         raise UsageError(f"{path} is not a capture: it has no {FOLDER}/{RUN}. Check the path.")
     file = path / FOLDER / RUN

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kimicap.architecture import ranges
-from kimicap.documents import size_text
+from kimicap.config import size_text
 
 if TYPE_CHECKING:
     from kimicap.cluster import Rank
@@ -23,6 +23,8 @@ LINE_EVERY_S = 30.0
 """Between two lines of progress where there is no terminal."""
 FILE_COLUMNS = 160
 """Width of tables that do not go to a terminal."""
+_MADE_WITH = ("kimicap_version", "model", "revision", "random_weights", "family", "dataset", "empty_rows", "cut_rows")
+"""Attributes of a capture that `kimicap info` shows as they are."""
 _DISK_SHARE = 0.1
 """Share of the time that the loop waits for the disk, from which on the disk is what the run waits for."""
 
@@ -42,15 +44,17 @@ def show_plan(document: Mapping[str, Any], *, err: bool = False) -> None:
             _shape(array["shard"]),
             str(array["files"]),
         )
-    console.print(table)
+    _print_table(console, table)
+    decoded = f", up to {document['decoded_tokens']} of them decoded" if document["decoded_tokens"] else ""
     console.print(
-        f"{document['sequences']} sequences, {document['tokens']} tokens, in {document['blocks']} blocks of "
-        f"{document['block_sequences']}; at most {document['files']} files"
+        f"{document['sequences']} sequences, {document['tokens']} tokens{decoded}, in {document['blocks']} "
+        f"block{'' if document['blocks'] == 1 else 's'} of {document['block_sequences']}; at most "
+        f"{document['files']} files"
     )
     memory = size_text(document["memory_bytes"])
     console.print(
         f"{size_text(document['bytes'])} uncompressed, about {size_text(document['disk_bytes'])} expected on disk, "
-        f"{size_text(document['free_bytes'])} free; host memory for shards at most {memory}"
+        f"{size_text(document['free_bytes'])} free; host memory for shards at most {memory} (--memory)"
     )
     for note in document["notes"]:
         console.print(note)
@@ -77,7 +81,7 @@ def show_values(document: Mapping[str, Any]) -> None:
                 *(_value_sizes(value) if known else ()),
                 about,
             )
-        console.print(table)
+        _print_table(console, table)
 
 
 def _value_sizes(value: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -109,15 +113,15 @@ def show_info(path: str, found: Mapping[str, Any]) -> None:
             size_text(array["bytes"]),
             size_text(array["stored_bytes"]),
         )
-    console.print(table)
+    _print_table(console, table)
     console.print(f"{size_text(found['stored_bytes'])} on disk in all")
     made = _table("made with", "")
-    for name in ("kimicap_version", "model", "revision", "random_weights", "family", "dataset"):
+    for name in _MADE_WITH:
         made.add_row(name, str(attributes.get(name)))
     for name in ("versions", "kernels", "settings"):
         told = {key: value for key, value in attributes.get(name, {}).items() if value not in (None, "", False)}
         made.add_row(name, ", ".join(f"{key}={value}" for key, value in told.items()))
-    console.print(made)
+    _print_table(console, made)
 
 
 def show_verify(document: Mapping[str, Any]) -> None:
@@ -128,7 +132,7 @@ def show_verify(document: Mapping[str, Any]) -> None:
         for damage in document["damages"]:
             block = "-" if damage["block"] is None else str(damage["block"])
             table.add_row(damage["shard"], block, ranges(damage["layers"]), damage["problem"])
-        console.print(table)
+        _print_table(console, table)
     if document["taken_back"]:
         console.print(
             f"blocks taken back: {ranges(document['taken_back'])}; `kimicap run --resume` computes them again"
@@ -148,7 +152,7 @@ def show_checks(checks: Iterable[Mapping[str, Any]]) -> None:
         passed = "pass" if check["passed"] else "FAIL"
         tolerance = f"{check['tolerance']:.1e}"
         table.add_row(passed, check["name"], check["value"], block, error, tolerance, check["about"])
-    _console().print(table)
+    _print_table(_console(), table)
 
 
 @contextmanager
@@ -173,16 +177,38 @@ def follow(events: "Iterable[Event]", prepared: "Prepared", rank: "Rank", *, res
     """Goes through a run's events and shows how far it is: live on a terminal, a line now and then elsewhere."""
     console = _console(err=True)
     total = sum(len(prepared.plan.block(block)) for block in _todo(prepared, rank, resume=resume))
-    steps = (cast("Step", event) for event in events if hasattr(event, "written_bytes"))
+    prefix = f"[rank {rank.rank}] " if rank.rank else ""
+    steps = _steps(events, prefix)
     if console.is_terminal and not rank.rank:
         last = _follow_live(steps, total, console)
     else:
-        last = _follow_lines(steps, total, prefix=f"[rank {rank.rank}] " if rank.rank else "")
+        last = _follow_lines(steps, total, prefix=prefix)
+    if last is None and not rank.rank:
+        _line("Nothing was left to capture: all blocks are committed.")
     if last is not None and not rank.rank:
         told = f"{size_text(last.written_bytes)} in {last.elapsed_s:.1f} s, {_rate(last):.0f} tokens/s"
         _line(f"captured {last.sequences} sequences, {last.tokens} tokens, {told}")
+    elif not total and rank.world == 1:
+        _line(f"Nothing was left to capture: {prepared.settings.out} has every block.")
     if rank.world > 1 and not rank.rank:
         _line("The blocks of this process are done; the last process to finish completes the capture.")
+
+
+def _steps(events: "Iterable[Event]", prefix: str) -> "Iterator[Step]":
+    """The steps among the events. A value that is not finite is told of once, when it is first seen."""
+    told: set[str] = set()
+    for event in events:
+        if hasattr(event, "written_bytes"):
+            yield cast("Step", event)
+            continue
+        for value, blocks in event.nonfinite.items():
+            if value not in told:
+                told.add(value)
+                where = "" if "model" in blocks else f" in the model's block(s) {ranges(sorted(map(int, blocks)))}"
+                _line(
+                    f"{prefix}warning: {sum(blocks.values())} elements of {value} are NaN or infinite{where}; they are "
+                    "stored as they are, and counted in each block's record"
+                )
 
 
 def _todo(prepared: "Prepared", rank: "Rank", *, resume: bool) -> Sequence[int]:
@@ -256,6 +282,17 @@ def _console(err: bool = False) -> Console:
     if not console.is_terminal:
         console.width = FILE_COLUMNS
     return console
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """A table as it is on a terminal; elsewhere without the blanks that fill its last column."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as drawn:
+        console.print(table)
+    for line in drawn.get().splitlines():
+        console.file.write(f"{line.rstrip()}\n")
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

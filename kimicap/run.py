@@ -1,11 +1,13 @@
 """One run from a plan to a sealed capture: create or resume, load, loop, seal."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimicap import records, store
 from kimicap._version import __version__
+from kimicap.arrays import check_target, local
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
@@ -28,6 +30,8 @@ def run(
     rank = rank or find_rank()
     if rank.world > 1 and overwrite:
         raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a capture and --overwrite replaces it; give one of them.")
     settings = prepared.settings
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
@@ -70,18 +74,28 @@ def seal(path: Path | str) -> None:
     opened.seal(opened.record["blocks"], {} if opened.complete else attributes)
 
 
-def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
-    """The capture to go on with; None where one is to be created."""
-    out = Path(prepared.settings.out)
+def check_place(settings: Settings, *, resume: bool, overwrite: bool, rank: Rank) -> None:
+    """Refuses a run for what lies at its path already, before anything is read for it.
+
+    Raises:
+        UsageError: There is a capture and neither flag, none and ``resume``, or something that is no capture.
+    """
+    out = local(settings.out)
     if overwrite or not records.is_capture(out):
         if resume:
             raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
-        return None
-    if not resume:
-        if rank.rank:
-            return None  # rank 0 has just created it, or tells
+        if not rank.rank:
+            check_target(out, overwrite=overwrite)
+    elif not resume and not rank.rank:  # rank 0 may just have created it, or tells
         raise UsageError(f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite.")
-    opened = store.resume(out)
+
+
+def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
+    """The capture to go on with; None where one is to be created."""
+    check_place(prepared.settings, resume=resume, overwrite=overwrite, rank=rank)
+    if not resume:
+        return None
+    opened = store.resume(prepared.settings.out)
     _compare(prepared, opened)
     return opened
 
@@ -111,6 +125,7 @@ def _create(
 
 def _record(prepared: Prepared) -> dict[str, Any]:
     data = prepared.settings.data()
+    schema = prepared.settings.schema_file
     return {
         "blocks": prepared.plan.blocks,
         "block_sequences": prepared.plan.block_sequences,
@@ -118,6 +133,7 @@ def _record(prepared: Prepared) -> dict[str, Any]:
         "settings": data,
         "settings_digest": digest(data),
         "tokens_digest": prepared.sequences.digest,
+        "schema_digest": "" if schema is None else hashlib.sha256(schema.read_bytes()).hexdigest(),
     }
 
 
@@ -136,6 +152,8 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
     ]
     if not differ and ours["tokens_digest"] != theirs.get("tokens_digest"):
         differ = ["the dataset or tokenizer gives other tokens than it did"]
+    if not differ and ours["schema_digest"] != theirs.get("schema_digest"):
+        differ = ["the schema file has changed"]
     if not differ and ours != theirs:
         differ = [
             f"{name} is {ours[name]!r}, was {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)

@@ -203,7 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"The schema file {path} cannot be read ({error.strerror}); check the path.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"The schema file {path} is not valid YAML; mend it: {error}") from None
     if not isinstance(tree, dict):
         raise UsageError(f"The schema file {path} holds no rows; it needs at least `values:` or `families:`.")

@@ -4,12 +4,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kimicap.cluster import Rank
-from kimicap.computed import Piece
 from kimicap.config import Settings
 from kimicap.errors import UsageError
 from kimicap.first_batch import FirstBatch
@@ -68,24 +68,25 @@ class Session:
         Raises:
             UsageError: A site does not fit the model.
         """
-        seen: set[str] = set()
-
-        def sink(key: str, block: int | None, piece: Piece) -> None:
-            seen.add(key)
-
-        recorder = Recorder(self._model, self._prepared.architecture, self._prepared.wants, sink, fast=self._fast)
-        runner = self._runner(recorder)
+        recorder = Recorder(
+            self._model, self._prepared.architecture, self._prepared.wants, lambda *_: None, fast=self._fast
+        )
+        runner, tokens = self._runner(recorder), [self._prepared.sequences.tokens(0)[:PROBE_TOKENS]]
+        decoding = decoding_of(self._prepared.settings, self._model)
         with recorder.attached():
-            runner.prompts([self._prepared.sequences.tokens(0)[:PROBE_TOKENS]])
-        missing = recorder.missing()
-        if missing:
-            key, block = missing[0]
-            where = "" if block is None else f" of block {block}"
-            raise UsageError(
-                f"{key}{where} did not appear in a forward, though the schema has a site for it; "
-                "the schema does not fit this model."
-            )
-        return recorder.kernels, recorder.dtypes
+            runner.prompts(tokens)
+            _refuse_missing(recorder)
+            if decoding is not None:
+                recorder.fired.clear()
+                runner.decode(tokens, [0], replace(decoding, tokens=1, forced=False))
+                _refuse_missing(recorder)
+        return {**recorder.kernels, **self._experts()}, recorder.dtypes
+
+    def _experts(self) -> dict[str, str]:
+        """The experts implementation of transformers' own mixtures; models with their own code have none."""
+        config = self._model.get_submodule(self._prepared.architecture.match.inside).config
+        found = getattr(config, "_experts_implementation", None)
+        return {} if found is None else {"experts": str(found)}
 
     def capture(self, store: Store, blocks: Sequence[int], *, rank: Rank, checked: bool = True) -> Iterator[Event]:
         """Captures blocks into a store.
@@ -134,6 +135,22 @@ class Session:
 
     def _runner(self, recorder: Recorder) -> Runner:
         return Runner(self._model, self._prepared.architecture, recorder, head=self._prepared.needs_head)
+
+
+def _refuse_missing(recorder: Recorder) -> None:
+    """Refuses a model in which a wanted value did not appear.
+
+    Raises:
+        UsageError: One did not.
+    """
+    missing = recorder.missing()
+    if missing:
+        key, block = missing[0]
+        where = "" if block is None else f" of block {block}"
+        raise UsageError(
+            f"{key}{where} did not appear in a forward, though the schema has a site for it; "
+            "the schema does not fit this model."
+        )
 
 
 def decoding_of(settings: Settings, model: torch.nn.Module) -> Decoding | None:

@@ -139,7 +139,10 @@ def _row_axes(scope: Scope, want: Want, row_dims: Sequence[str]) -> tuple[list[s
         else:
             sizes = {"position": longest, "key": longest, "top": request.top}
             dims.append(dim)
-            shape.append(sizes.get(dim) or scope.architecture.size(want.value.host, dim))
+            size = sizes.get(dim) or scope.architecture.size(want.value.host, dim)
+            if size == 0:
+                raise UsageError(f"{want.value.key} is empty: the config of this model has 0 for {dim}. Leave it out.")
+            shape.append(size)
     return dims, shape
 
 

@@ -17,6 +17,7 @@ import kimicap
 from kimicap import store
 from kimicap.cli import app, exit_code_of
 from kimicap.config import Settings
+from kimicap.documents import size_text
 from kimicap.errors import KimicapError, MismatchError, RoomError, Stopped, UsageError
 from tests.models import save_model, tiny_config
 
@@ -55,7 +56,7 @@ def test_run_prints_the_path_alone_on_stdout_and_talks_on_stderr(folder, tmp_pat
     result = call("run", *basics(folder), "--out", out, "--limit", 2)
     assert (result.exit_code, result.stdout) == (0, f"{out}\n")
     assert "layers/layer_output" in result.stderr
-    assert "2 sequences, 36 tokens, in 1 blocks of 2" in result.stderr
+    assert "2 sequences, 36 tokens, in 1 block of 2" in result.stderr
     assert "captured 2 sequences, 36 tokens" in result.stderr
     assert "states@all would take" in result.stderr
     assert kimicap.open(out).attrs["complete"] is True
@@ -209,11 +210,47 @@ def test_a_broken_schema_file_lists_every_problem(folder, tmp_path):
         assert path in result.stderr
 
 
+def test_rows_not_captured_whole_are_told(folder, tmp_path):
+    rows = [{"text": text} for text in ("long enough to be cut", "", "short", "日本語です", "")]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    result = call("plan", *basics(folder, dataset=data, values="states@last"), "--seq-len", 8, "--generate", 3)
+    assert "3 sequences, 30 tokens, up to 9 of them decoded, in 1 block of" in result.stdout
+    assert "Rows without tokens, passed over: 2.\nRows cut to 8 tokens: 2.\n" in result.stdout
+    forced = call("plan", *basics(folder, dataset=data, values="states@last"), "--generate", 3, "--forced")
+    assert "3 sequences, 41 tokens, in 1 block" in forced.stdout
+
+
+def test_sizes_in_the_note_on_states_are_those_of_the_table(folder):
+    notes, sizes = [], []
+    for values in ("states@every:8", "states@all"):
+        document = json.loads(call("plan", *basics(folder, values=values), "--json").stdout)
+        notes += document["notes"]
+        sizes += [size_text(array["bytes"]) for array in document["arrays"] if array["path"].endswith("/states")]
+    assert notes == [f"states@all would take {sizes[1]}; states@every:8 takes {sizes[0]}."]
+
+
+@pytest.mark.parametrize("command", ["plan", "values", "info"])
+def test_tables_in_files_have_no_trailing_blanks(folder, command):
+    given = {"plan": basics(folder), "values": ["--model", folder / "model"], "info": [folder / "done.zarr"]}
+    lines = call(command, *given[command]).stdout.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_resuming_a_complete_capture_says_that_nothing_is_left(folder):
+    done = folder / "done.zarr"
+    result = call("run", *basics(folder), "--out", done, "--block-sequences", "4", "--resume")
+    assert (result.exit_code, result.stdout) == (0, f"{done}\n")
+    assert result.stderr.endswith(f"Nothing was left to capture: {done} has every block.\n")
+
+
 def test_an_existing_capture_and_other_settings(folder, tmp_path):
     done = folder / "done.zarr"
     there = call("run", *basics(folder), "--out", done)
     assert there.exit_code == 2
-    assert "holds a capture already; go on with it by --resume, or replace it by --overwrite" in there.stderr
+    # Nothing but the sentence: no plan of what will not be run.
+    assert there.stderr == f"{done} holds a capture already; go on with it by --resume, or replace it by --overwrite.\n"
     other = call("run", *basics(folder, values="logits"), "--out", done, "--resume")
     assert other.exit_code == 3
     assert "was begun with other settings" in other.stderr
@@ -230,7 +267,7 @@ def test_a_disk_too_small_is_refused_with_the_plan(folder, tmp_path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     result = call(command, *basics(folder), "--out", tmp_path / "o.zarr")
     assert result.exit_code == 4
-    assert "0.0 GB are free where" in result.stderr
+    assert "1 kB are free where" in result.stderr
     assert "1 kB free" in (result.stdout if command == "plan" else result.stderr)
     assert list(tmp_path.iterdir()) == []
 

@@ -100,6 +100,24 @@ def test_what_cannot_be_drawn(capture, tmp_path, monkeypatch, flags, sentence):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sequence_too_short_for_its_selection_is_not_drawn(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "short"}\n{"text": "a little longer"}\n')
+    capture = tmp_path / "short.zarr"
+    given = {"model": ROOT / "configs/demo-model", "dataset": data, "tokenizer": "bytes", "out": capture}
+    flags = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    result = CliRunner().invoke(app, ["run", "--random-weights", "--values", "states@every:8", *flags])
+    assert result.exit_code == 0, result.stderr
+    picture = ["plot", str(capture), "--value", "states", "--out", str(tmp_path / "p.png")]
+    empty = CliRunner().invoke(app, picture)
+    assert (empty.exit_code, empty.stdout) == (2, "")
+    assert empty.stderr == (
+        "states has nothing of sequence 0: none of its 5 tokens was selected (every:8); choose a longer one with "
+        "--sequence.\n"
+    )
+    assert CliRunner().invoke(app, [*picture, "--sequence", "1"]).exit_code == 0
+
+
 def test_the_table_of_values_is_the_schema():
     assert readme.table() in readme.README.read_text(), "run `python -m tests.readme`"
 

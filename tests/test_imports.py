@@ -1,6 +1,7 @@
 """The map: who may import what, how long a file is, and what a plan must not load."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ ALLOWED = {
     "tensorstore": "shards store",
     "yaml": "config schema",
     "pydantic": "config",
-    "typer": "cli",
+    "typer": "cli flags",
     "click": "cli",
     "rich": "cli report",
     "matplotlib": "plots",
@@ -109,3 +110,15 @@ def test_a_plan_loads_neither_torch_nor_transformers_nor_datasets():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_the_design_names_files_and_tests_that_there_are():
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "design.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(\w+\.py)`", text.partition("## The map")[2].partition("## One batch")[0]))
+    assert {file.name for file in FILES} - told == {"__init__.py", "__main__.py", "_version.py"}
+    assert told <= {file.name for file in FILES}
+    tests = "".join(file.read_text(encoding="utf-8") for file in root.glob("tests/test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert named
+    assert {name for name in named if f"def {name}(" not in tests} == set()

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kimicap import report
 from kimicap.cluster import Rank
-from kimicap.documents import size_text
+from kimicap.config import size_text
 from kimicap.pipeline import Committed, Progress
 
 

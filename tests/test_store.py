@@ -294,7 +294,7 @@ def test_nan_attributes_are_refused_at_once(tmp_path):
 
 
 def test_what_is_no_capture_cannot_be_resumed(tmp_path):
-    with pytest.raises(UsageError, match=r"There is no capture at .*run without --resume"):
+    with pytest.raises(UsageError, match=r"There is no capture at .*Check the path\."):
         store.resume(tmp_path / "none")
     with pytest.raises(UsageError, match=r"is not a capture: it has no .kimicap/run.json"):
         store.resume(tmp_path)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from kimicap.forwards import Runner
 from kimicap.hooks import Recorder
 from kimicap.rows import Rows
+from tests import properties
 from tests.capturing import Captured, Collector, all_values, architecture, capture_decoded, capture_prompts, wants
 from tests.compare import assert_close, same_experts, slots_like
-from tests.models import need_kimi_linear, tiny_model
+from tests.models import build_model, need_kimi_linear, tiny_model
 from tests.oracle import reference
 
 ROWS = [[7, 5, 300, 41, 9, 9, 12], list(range(3, 90)), [11], list(range(100, 117))]
@@ -290,15 +291,8 @@ def test_state_input_is_the_cache_before_the_call(model):
 @given(data=st.data())
 def test_any_model_and_any_batch(data):
     need_kimi_linear()
-    from tests import properties
-    from tests.models import build_model
-
     model = build_model(data.draw(properties.configs()))
-    rows = (
-        data.draw(properties.batches(model.config.vocab_size))
-        if callable(properties.batches)
-        else data.draw(properties.batches)
-    )
+    rows = data.draw(properties.batches())
     check_against_oracle(model, capture_prompts(model, rows), rows, rel=1e-4)
 
 

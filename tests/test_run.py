@@ -1,0 +1,63 @@
+"""What a run leaves behind about itself, and what a resume holds it to."""
+
+import json
+
+import pytest
+
+from kimicap import open as open_capture
+from kimicap.config import load_settings
+from kimicap.errors import MismatchError
+from kimicap.prepare import prepare
+from kimicap.run import run
+from tests.models import save_config
+
+SCHEMA = """
+values:
+  linear_attn:
+    gated_read_out: {layout: [position, head, value_dim], dtype: computed, about: %s}
+families:
+  kimi_linear:
+    sites:
+      kda:
+        gated_read_out: {output: o_norm, axes: [batch, position, head, value_dim]}
+"""
+
+
+@pytest.fixture
+def settings(tmp_path):
+    save_config(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("hello", "world, hello")))
+
+    def make(**given):
+        common = {
+            "model": str(tmp_path / "model"),
+            "random_weights": True,
+            "dataset": str(tmp_path / "rows.jsonl"),
+            "tokenizer": "bytes",
+            "out": str(tmp_path / "out.zarr"),
+        }
+        return load_settings(None, {**common, **given})
+
+    return make
+
+
+def test_a_schema_file_that_changed_is_not_resumed(settings, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(SCHEMA % "What the gated norm returns.")
+    given = settings(values=["gated_read_out", "linear_attn.attention_premix"], schema=str(file))
+    list(run(prepare(given)))
+    group = open_capture(tmp_path / "out.zarr")["linear_attn"]
+    assert group["gated_read_out"].equals(group["attention_premix"])
+    list(run(prepare(given), resume=True))
+    file.write_text(SCHEMA % "Something else.")
+    with pytest.raises(MismatchError, match="the schema file has changed"):
+        list(run(prepare(given), resume=True))
+
+
+def test_every_function_that_ran_is_named(settings, tmp_path):
+    list(run(prepare(settings(values=["decays", "patterns", "router_logits"], generate=2))))
+    kernels = open_capture(tmp_path / "out.zarr").attrs["kernels"]
+    assert "chunk_kimi_delta_attention" in kernels["delta_rule"]
+    assert "recurrent_kimi_delta_attention" in kernels["delta_rule"]
+    assert kernels["attention"].endswith("sdpa_attention_forward")
+    assert kernels["experts"]
