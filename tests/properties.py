@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.models import KDA, MLA, KimiLinearConfig, tiny_config
+from tests.models import KDA, MLA, KimiLinearConfig, need_kimi_linear, tiny_config
 
 VOCABULARY = 97  # no multiple of a chunk or a shard
 LONGEST = 40
@@ -30,6 +30,7 @@ def configs(
     Sizes that other axes might be confused with are drawn apart: head widths differ from numbers of
     heads, value widths of MLA from its key widths.
     """
+    need_kimi_linear()
     blocks = draw(st.integers(1, most_blocks))
     kinds = st.sampled_from(MIXERS[draw(st.sampled_from(mixers))])
     mlp_kinds = st.sampled_from(MLPS[draw(st.sampled_from(mlps))])

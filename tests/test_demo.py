@@ -101,6 +101,7 @@ def test_what_cannot_be_drawn(capture, tmp_path, monkeypatch, flags, sentence):
 
 
 def test_a_sequence_too_short_for_its_selection_is_not_drawn(tmp_path):
+    need_kimi_linear()
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "short"}\n{"text": "a little longer"}\n')
     capture = tmp_path / "short.zarr"

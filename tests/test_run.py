@@ -9,7 +9,7 @@ from kimicap.config import load_settings
 from kimicap.errors import MismatchError
 from kimicap.prepare import prepare
 from kimicap.run import run
-from tests.models import save_config
+from tests.models import need_kimi_linear, save_config
 
 SCHEMA = """
 values:
@@ -21,6 +21,8 @@ families:
       kda:
         gated_read_out: {output: o_norm, axes: [batch, position, head, value_dim]}
 """
+
+need_kimi_linear()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kimicap.rows import Rows
 from tests import properties
 from tests.capturing import Captured, Collector, all_values, architecture, capture_decoded, capture_prompts, wants
 from tests.compare import assert_close, same_experts, slots_like
-from tests.models import build_model, tiny_model
+from tests.models import build_model, need_kimi_linear, tiny_model
 from tests.oracle import reference
 
 ROWS = [[7, 5, 300, 41, 9, 9, 12], list(range(3, 90)), [11], list(range(100, 117))]
@@ -290,6 +290,7 @@ def test_state_input_is_the_cache_before_the_call(model):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_model_and_any_batch(data):
+    need_kimi_linear()
     model = build_model(data.draw(properties.configs()))
     rows = data.draw(properties.batches())
     check_against_oracle(model, capture_prompts(model, rows), rows, rel=1e-4)
