@@ -28,10 +28,6 @@ def run(
         KimicapError: See its classes; all committed blocks are kept.
     """
     rank = rank or find_rank()
-    if rank.world > 1 and overwrite:
-        raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
-    if resume and overwrite:
-        raise UsageError("--resume goes on with a capture and --overwrite replaces it; give one of them.")
     settings = prepared.settings
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
@@ -81,6 +77,10 @@ def check_place(settings: Settings, *, resume: bool, overwrite: bool, rank: Rank
         UsageError: There is a capture and neither flag, none and ``resume``, or something that is no capture.
     """
     out = local(settings.out)
+    if rank.world > 1 and overwrite:
+        raise UsageError("--overwrite is for one process; remove the old capture first, then start them all.")
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a capture and --overwrite replaces it; give one of them.")
     if overwrite or not records.is_capture(out):
         if resume:
             raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
