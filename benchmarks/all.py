@@ -13,6 +13,7 @@ import torch
 from benchmarks import capture, disk, peers, process
 from benchmarks.harness import Result, machine
 from benchmarks.subject import Subject, build
+from kimicap.errors import Stopped
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--json", type=Path, default=Path("bench.json"))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=2 if torch.cuda.is_available() else 1)
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
     shape = given.shape or ("48b" if gpu else "tiny")
@@ -31,7 +32,7 @@ def main() -> None:
         subject = build(
             shape,
             Path(folder),
-            batch_rows=8 if gpu else 4,
+            batch_rows=8 if gpu else 2,
             row_tokens=2048 if gpu else 512,
             device="cuda" if gpu else "cpu",
         )
@@ -46,6 +47,9 @@ def main() -> None:
                     for result in row():
                         print(result.line(), flush=True)
                         file.write(result.json() + "\n")
+                        file.flush()
+                except Stopped:
+                    raise
                 except Exception:  # one row that fails must not lose the others
                     print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
                 print(f"# {name} took {time.perf_counter() - began:.0f} s", flush=True)
@@ -56,7 +60,7 @@ def rows(subject: Subject, batches: int, repeats: int, *, gpu: bool) -> dict[str
     found: dict[str, Callable[[], Iterator[Result]]] = {
         "nothing": lambda: capture.into_nothing(subject, batches=batches, repeats=repeats),
         "disk": lambda: capture.to_disk(subject, batches=batches, repeats=repeats),
-        "files": lambda: disk.files(subject),
+        "files": lambda: disk.files(subject.folder),
     }
     if gpu:
         found["peers"] = lambda: peers.against_peers(subject, batches=batches, repeats=repeats)

@@ -1,5 +1,6 @@
 """Rows that need no GPU: kimicap's writing over tensorstore's, reading back, bytes and files."""
 
+import json
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -7,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import tensorstore
 import xarray
+from transformers import KimiLinearConfig
 
 from benchmarks.harness import Result, alternate, over
-from benchmarks.subject import Subject, create, scratch, whole_shards
+from benchmarks.subject import SHAPES, Subject, create, scratch, whole_shards
 from kimicap.assembly import Assembler
 from kimicap.computed import Piece
+from kimicap.config import load_settings
 from kimicap.layout import ArrayLayout
-from kimicap.prepare import Prepared
+from kimicap.prepare import Prepared, prepare
 from kimicap.slots import Slots
 
 Shards = list[tuple[str, tuple[int, ...], np.ndarray]]
@@ -21,14 +24,14 @@ Shards = list[tuple[str, tuple[int, ...], np.ndarray]]
 
 def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]:
     """Kimicap's way of given rows to the disk, over tensorstore told to write the same whole shards."""
-    prepared = subject.prepared(["residuals"], batches=batches)
+    prepared = subject.prepared(["residuals"], batches=batches * 32)
     shards = whole_shards(prepared)
-    rows = _rows(prepared)
+    rows, slots = _rows(prepared), Slots(2**32, pinned=False)
     with scratch() as folder:
         taken = alternate(
             {
                 "direct": lambda: _tensorstore_alone(prepared, folder / "direct.zarr", shards),
-                "kimicap": lambda: _assemble(prepared, folder / "kimicap.zarr", rows),
+                "kimicap": lambda: _assemble(prepared, folder / "kimicap.zarr", rows, slots),
             },
             repeats=repeats,
         )
@@ -44,13 +47,25 @@ def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]
         yield _reading(prepared, folder, repeats)
 
 
-def files(subject: Subject) -> Iterator[Result]:
-    """Files a terabyte, of the plan of usual values at 2048 tokens a row."""
-    prepared = subject.prepared(["residuals", "router_logits", "expert_indices"], batches=64)
-    plan = prepared.plan
+def files(folder: Path) -> Iterator[Result]:
+    """Files a terabyte, of the plan of usual values at the 48B shape, 512 rows of 2048 tokens; no model is needed."""
+    shape = folder / "shape-48b"
+    KimiLinearConfig(**{key: value for key, value in SHAPES["48b"].items() if key != "dtype"}).save_pretrained(shape)
+    rows = folder / "rows-512-2048.jsonl"
+    rows.write_text("\n".join(json.dumps({"input_ids": [7] * 2048}) for _ in range(512)))
+    given = {
+        "model": str(shape),
+        "random_weights": True,
+        "dataset": str(rows),
+        "input_ids_column": "input_ids",
+        "tokenizer": "bytes",
+        "values": ["residuals", "router_logits", "expert_indices"],
+        "out": str(folder / "none.zarr"),
+    }
+    plan = prepare(load_settings(None, given)).plan
     per_terabyte = plan.files / plan.nbytes * 1e12
     yield Result(
-        name="files a terabyte, as planned",
+        name="files a terabyte, as planned at the 48B shape",
         target="<= 16000",
         measured=per_terabyte,
         spread=(per_terabyte, per_terabyte),
@@ -66,11 +81,10 @@ def _rows(prepared: Prepared) -> dict[str, np.ndarray]:
     return {value.key: rows.numpy()}
 
 
-def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray]) -> None:
+def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray], slots: Slots) -> None:
     import torch
 
     plan, opened = prepared.plan, create(prepared, path)
-    slots = Slots(2**32, pinned=False)
     assembler = Assembler(plan, opened, slots)
     value = plan.values[0]
     tensors = [torch.from_numpy(row) for row in rows[value.key]]
@@ -83,7 +97,6 @@ def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray]) -> No
         for write in pending.writes:
             write.result()
     assembler.close()
-    slots.close()
 
 
 def _tensorstore_alone(prepared: Prepared, path: Path, shards: Shards) -> None:
