@@ -2,14 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from kimicap import open as open_capture
 from kimicap.config import load_settings
 from kimicap.errors import MismatchError
 from kimicap.prepare import prepare
 from kimicap.run import run
-from tests.models import need_kimi_linear, save_config
+from tests.models import need_kimi_linear, save_config, save_model, tiny_model
 
 SCHEMA = """
 values:
@@ -63,3 +65,25 @@ def test_every_function_that_ran_is_named(settings, tmp_path):
     assert "recurrent_kimi_delta_attention" in kernels["delta_rule"]
     assert kernels["attention"].endswith("sdpa_attention_forward")
     assert kernels["experts"]
+
+
+def test_elements_that_are_not_finite_are_stored_and_counted_by_value_and_block(settings, tmp_path):
+    model = tiny_model(mlp_layer_types=["dense"] * 6)
+    with torch.no_grad():
+        model.lm_head.weight[7, 0] = torch.nan
+        model.lm_head.weight[9] = torch.inf
+        model.model.layers[5].self_attn.o_proj.weight[3, 0] = torch.nan
+    save_model(tmp_path / "spoilt", model)
+    given = settings(model=str(tmp_path / "spoilt"), random_weights=False, values=["logits", "residuals", "patterns"])
+    list(run(prepare(given)))
+    tree = open_capture(tmp_path / "out.zarr")
+    (record,) = [
+        json.loads(file.read_text()) for file in sorted((tmp_path / "out.zarr/.kimicap/blocks").glob("*.json"))
+    ]
+    counts = record["nonfinite"]
+    tokens = int(tree["length"].sum())
+    real = np.arange(tree.sizes["position"]) < tree["length"].values[:, None]
+    assert counts.keys() == {"model.logits", "layers.layer_output"}
+    assert counts["model.logits"]["model"] == int((~np.isfinite(tree["logits"].values))[real].sum()) >= 2 * tokens
+    last = tree["layers/layer_output"].sel(layer=5).values
+    assert counts["layers.layer_output"] == {"5": int((~np.isfinite(last))[real].sum())}
