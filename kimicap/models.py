@@ -1,6 +1,5 @@
 """Models and tokenizers: read a config without torch, load a model, tell its family."""
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -288,8 +287,3 @@ def _quieten() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def has_accelerate() -> bool:
-    """Whether accelerate is installed, which device maps need."""
-    return importlib.util.find_spec("accelerate") is not None

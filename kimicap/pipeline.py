@@ -23,6 +23,7 @@ from kimicap.frame import Frame
 from kimicap.hooks import Recorder
 from kimicap.outcome import Check, refuse_constant
 from kimicap.plan import CapturePlan
+from kimicap.reading import refuse_missing
 from kimicap.selection import position_axis
 from kimicap.slots import Slots
 from kimicap.store import Store
@@ -275,13 +276,7 @@ class Loop:
 
     def _fill_absent(self, recorder: Recorder, batch: tuple[int, ...]) -> None:
         """Rows that gave nothing: of short sequences for a selection, or of values that may be absent."""
-        missing = recorder.missing()
-        if missing:
-            key, block = missing[0]
-            raise UsageError(
-                f"{key} of block {block} did not appear in the forward, though the schema has a site for it; "
-                "the schema does not fit this model."
-            )
+        refuse_missing(recorder.missing())
         for value in self._plan.values:
             for block in value.want.blocks or (None,):
                 seen = self._seen.get((value.key, block), set())

@@ -58,3 +58,18 @@ def item_of(which: str | int | None, output: Any, where: str) -> Any:
         return output[which]
     except (IndexError, KeyError, TypeError):
         raise UsageError(f"{where}: the output, a {type(output).__name__}, has no item {which!r}.") from None
+
+
+def refuse_missing(missing: Sequence[tuple[str, int | None]]) -> None:
+    """Refuses a model in which wanted values, given with their blocks, did not appear in a forward.
+
+    Raises:
+        UsageError: There is one.
+    """
+    if missing:
+        key, block = missing[0]
+        where = "" if block is None else f" of block {block}"
+        raise UsageError(
+            f"{key}{where} did not appear in a forward, though the schema has a site for it; "
+            "the schema does not fit this model."
+        )

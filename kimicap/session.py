@@ -11,7 +11,6 @@ import torch
 
 from kimicap.cluster import Rank
 from kimicap.config import Settings
-from kimicap.errors import UsageError
 from kimicap.events import Event
 from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding, Runner
@@ -19,6 +18,7 @@ from kimicap.hooks import Recorder
 from kimicap.invariants import router_rule
 from kimicap.pipeline import Loop, Work
 from kimicap.prepare import Prepared, on_existing
+from kimicap.reading import refuse_missing
 from kimicap.slots import Slots
 from kimicap.store import Store
 
@@ -76,11 +76,11 @@ class Session:
         decoding = decoding_of(self._prepared.settings, self._model)
         with recorder.attached():
             runner.prompts(tokens)
-            _refuse_missing(recorder)
+            refuse_missing(recorder.missing())
             if decoding is not None:
                 recorder.fired.clear()
                 runner.decode(tokens, [0], replace(decoding, tokens=1, forced=False))
-                _refuse_missing(recorder)
+                refuse_missing(recorder.missing())
         return {**recorder.kernels, **self._experts()}, recorder.dtypes
 
     def _experts(self) -> dict[str, str]:
@@ -136,22 +136,6 @@ class Session:
 
     def _runner(self, recorder: Recorder) -> Runner:
         return Runner(self._model, self._prepared.architecture, recorder, head=self._prepared.needs_head)
-
-
-def _refuse_missing(recorder: Recorder) -> None:
-    """Refuses a model in which a wanted value did not appear.
-
-    Raises:
-        UsageError: One did not.
-    """
-    missing = recorder.missing()
-    if missing:
-        key, block = missing[0]
-        where = "" if block is None else f" of block {block}"
-        raise UsageError(
-            f"{key}{where} did not appear in a forward, though the schema has a site for it; "
-            "the schema does not fit this model."
-        )
 
 
 def decoding_of(settings: Settings, model: torch.nn.Module) -> Decoding | None:

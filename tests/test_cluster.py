@@ -6,24 +6,9 @@ from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.errors import MismatchError, UsageError
 from kimicap.run import seal
 from tests import small
-from tests.driver import Driver, contents
+from tests.driver import contents
 
 BLOCKS = small.ROWS // small.BLOCK
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    driver = Driver(folder, small.settings(folder))
-    yield driver
-    driver.close()
-
-
-@pytest.fixture(scope="module")
-def whole(driver, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "c.zarr"
-    assert driver.run(out).status == "done"
-    return contents(out)
 
 
 def together(driver, out, world, *, resume=False, more=None):

@@ -7,25 +7,10 @@ import time
 import pytest
 
 from tests import small
-from tests.driver import Driver, contents
+from tests.driver import contents
 
 BLOCKS = small.ROWS // small.BLOCK
 KILLS = 50
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    driver = Driver(folder, small.settings(folder))
-    yield driver
-    driver.close()
-
-
-@pytest.fixture(scope="module")
-def whole(driver, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "c.zarr"
-    assert driver.run(out).status == "done"
-    return contents(out)
 
 
 def finish(driver, out, known=()):
