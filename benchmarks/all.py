@@ -6,6 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,16 +58,19 @@ def main() -> None:
 
 def rows(subject: Subject, batches: int, repeats: int, *, gpu: bool) -> dict[str, Callable[[], Iterator[Result]]]:
     """The rows by name, in the order in which they run."""
-    found: dict[str, Callable[[], Iterator[Result]]] = {
-        "nothing": lambda: capture.into_nothing(subject, batches=batches, repeats=repeats),
-        "disk": lambda: capture.to_disk(subject, batches=batches, repeats=repeats),
-        "files": lambda: disk.files(subject.folder),
-    }
+    given = {"batches": batches, "repeats": repeats}
+    found: dict[str, Callable[[], Iterator[Result]]] = {}
+    for name, case in capture.INTO_NOTHING.items():
+        if gpu or name != "fast":  # the kernel's own states need the kernel
+            found[name] = partial(capture.into_nothing, subject, case, **given)
+    for name, case in capture.TO_DISK.items():
+        found[name] = partial(capture.to_disk, subject, case, **given)
+    found["files"] = lambda: disk.files(subject.folder)
     if gpu:
-        found["peers"] = lambda: peers.against_peers(subject, batches=batches, repeats=repeats)
-        found["encoding"] = lambda: capture.encoding(subject, batches=batches, repeats=repeats)
+        found["peers"] = lambda: peers.against_peers(subject, **given)
+        found["encoding"] = lambda: capture.encoding(subject, **given)
     else:
-        found["writing"] = lambda: disk.writing(subject, batches=batches, repeats=repeats)
+        found["writing"] = lambda: disk.writing(subject, **given)
         found["memory"] = lambda: process.memory(subject)
         found["first"] = lambda: process.first_array(subject, repeats=repeats)
     return found

@@ -1,7 +1,8 @@
 """Rows of captures: into nothing, to disk, to memory, each over the bare forward or direct writing."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.harness import Result, alternate, over, seconds
 from benchmarks.subject import Subject, create, scratch, whole_shards, write_directly
@@ -11,68 +12,90 @@ ROUTING = ["router_logits", "expert_indices", "state_output"]
 MEMORY = "/dev/shm"
 
 
-def into_nothing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]:
-    """Captures into a sink that discards, over the bare forward; enough batches that start and end weigh little."""
-    batches *= 3
-    on_gpu = next(subject.model.parameters()).device.type == "cuda"
-    cases = [
-        ("residuals, router logits, indices into a sink", "<= 1.02", USUAL, {}),
-        ("states@every:64 at the kernel's precision into a sink", "<= 1.05", ["states@every:64"], {"states": "fast"}),
-        ("exact float32 states@every:64 into a sink", "<= 1.5" if on_gpu else "<= 1.3", ["states@every:64"], {}),
-        ("patterns of all MLA blocks into a sink", "<= 1.25", ["patterns"], {}),
-    ]
-    for name, target, values, settings in cases:
-        if settings.get("states") == "fast" and not on_gpu:
-            continue
-        prepared = subject.prepared(values, batches=batches, **settings)
-        slots = subject.slots(prepared)
-        taken = alternate(
-            {
-                "bare": lambda: subject.forwards(batches),
-                "capture": lambda p=prepared, s=slots: subject.capture(p, s),
-            },
-            repeats=repeats,
-        )
-        slots.close()
-        ratio, spread = over(taken["capture"], taken["bare"])
-        detail = {**taken, "bytes": prepared.plan.nbytes, "batches": batches}
-        yield Result(name=f"{name}, over the bare forward", target=target, measured=ratio, spread=spread, detail=detail)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row: what is captured, where to, and how long a run must be that its start and end weigh little.
+
+    Attributes:
+        name: What the row says.
+        target: As the row demands it.
+        values: As for ``--values``.
+        settings: Further settings.
+        times: Forwards of a run, in units of ``--batches``.
+        parent: Folder to write under; None is the disk.
+    """
+
+    name: str
+    target: str
+    values: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    times: int = 6
+    parent: str | None = None
 
 
-def to_disk(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]:
-    """Captures end to end, over the slower of the bare forward and direct writing of the same bytes."""
-    cases = [
-        ("residuals, router logits, indices to disk", "<= 1.05", USUAL, None, 2),
-        ("residuals, router logits, indices to memory", "<= 1.10", USUAL, MEMORY, 2),
-        ("router logits, indices, state_output to disk", "<= 1.10", ROUTING, None, 6),
-    ]
-    for name, target, values, parent, times in cases:
-        with scratch(parent) as folder:
-            yield _to(subject, name, target, values, folder, batches=batches * times, repeats=repeats)
+INTO_NOTHING = {
+    "sink": Case(name="residuals, router logits, indices into a sink", target="<= 1.02", values=USUAL),
+    "fast": Case(
+        name="states@every:64 at the kernel's precision into a sink",
+        target="<= 1.05",
+        values=["states@every:64"],
+        settings={"states": "fast"},
+    ),
+    # 1.5 is asked on a GPU, 1.3 on the CPU.
+    "exact": Case(name="exact float32 states@every:64 into a sink", target="<= 1.3", values=["states@every:64"]),
+    "patterns": Case(name="patterns of all MLA blocks into a sink", target="<= 1.25", values=["patterns"]),
+}
+TO_DISK = {
+    "disk": Case(name="residuals, router logits, indices to disk", target="<= 1.05", values=USUAL, times=2),
+    "tmpfs": Case(
+        name="residuals, router logits, indices to memory", target="<= 1.10", values=USUAL, times=4, parent=MEMORY
+    ),
+    "routing": Case(name="router logits, indices, state_output to disk", target="<= 1.10", values=ROUTING),
+}
 
 
-def _to(
-    subject: Subject, name: str, target: str, values: list[str], folder: Path, *, batches: int, repeats: int
-) -> Result:
-    prepared = subject.prepared(values, batches=batches)
-    shards, slots = whole_shards(prepared), subject.slots(prepared)
+def into_nothing(subject: Subject, case: Case, *, batches: int, repeats: int) -> Iterator[Result]:
+    """A capture into a sink that discards, over the bare forward."""
+    batches *= case.times
+    prepared = subject.prepared(case.values, batches=batches, **case.settings)
+    slots = subject.slots(prepared)
     taken = alternate(
-        {
-            "bare": lambda: subject.forwards(batches),
-            "direct": lambda: write_directly(create(prepared, folder / "direct.zarr"), shards),
-            "capture": lambda: subject.capture(prepared, slots, create(prepared, folder / "capture.zarr")),
-        },
+        {"bare": lambda: subject.forwards(batches), "capture": lambda: subject.capture(prepared, slots)},
         repeats=repeats,
     )
     slots.close()
-    ratio, spread = over(taken["capture"], taken["bare"], taken["direct"])
-    detail = {**taken, "bytes": prepared.plan.nbytes, "batches": batches}
-    return Result(
-        name=f"{name}, over the slower of forward and direct writing",
-        target=target,
+    ratio, spread = over(taken["capture"], taken["bare"])
+    yield Result(
+        name=f"{case.name}, over the bare forward",
+        target=case.target,
         measured=ratio,
         spread=spread,
-        detail=detail,
+        detail={**taken, "bytes": prepared.plan.nbytes, "batches": batches},
+    )
+
+
+def to_disk(subject: Subject, case: Case, *, batches: int, repeats: int) -> Iterator[Result]:
+    """A capture end to end, over the slower of the bare forward and direct writing of the same bytes."""
+    batches *= case.times
+    prepared = subject.prepared(case.values, batches=batches, **case.settings)
+    shards, slots = whole_shards(prepared), subject.slots(prepared)
+    with scratch(case.parent) as folder:
+        taken = alternate(
+            {
+                "bare": lambda: subject.forwards(batches),
+                "direct": lambda: write_directly(create(prepared, folder / "direct.zarr"), shards),
+                "capture": lambda: subject.capture(prepared, slots, create(prepared, folder / "capture.zarr")),
+            },
+            repeats=repeats,
+        )
+    slots.close()
+    ratio, spread = over(taken["capture"], taken["bare"], taken["direct"])
+    yield Result(
+        name=f"{case.name}, over the slower of forward and direct writing",
+        target=case.target,
+        measured=ratio,
+        spread=spread,
+        detail={**taken, "bytes": prepared.plan.nbytes, "batches": batches},
     )
 
 

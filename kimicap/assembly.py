@@ -20,8 +20,8 @@ from kimicap.writers import Pending, Shard, Writers
 class Assembler:
     """Places pieces in shards. All its methods but the writers' callbacks are for one thread.
 
-    On a GPU a side stream casts, pads and copies, so that the model's stream never waits for it; the row is made
-    whole on the device, and one contiguous copy takes it to pinned memory.
+    On a GPU the rows are cast and made whole on the model's stream, and a side stream, which has nothing but copies,
+    takes them to pinned memory in contiguous parts.
 
     Attributes:
         writers: Take the full shards.
@@ -34,7 +34,6 @@ class Assembler:
         self._values: Mapping[str, ValuePlan] = {value.key: value for value in plan.values}
         self._open: dict[tuple[str, tuple[int, ...]], Shard] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._odd = Odd()
         self._pending = Pending()
         self.writers = Writers(store, slots)
 
@@ -52,32 +51,24 @@ class Assembler:
         while first < last:
             stop = min(last, (first // value.shard_sequences + 1) * value.shard_sequences)
             part = tensor[first - sequence : stop - sequence]
-            self._put_rows(value, block, layer, range(first, stop), part, piece)
+            self._put_rows(value, layer, range(first, stop), part, piece)
             first = stop
 
-    def _put_rows(
-        self,
-        value: ValuePlan,
-        block: int | None,
-        layer: int,
-        sequences: range,
-        tensor: torch.Tensor,
-        piece: Piece,
-    ) -> None:
+    def _put_rows(self, value: ValuePlan, layer: int, sequences: range, tensor: torch.Tensor, piece: Piece) -> None:
         """Places ``[sequence, *row]`` in the shards of these sequences, one a share of the heads."""
-        head = value.row_dims.index("head") + 1 if "head" in value.row_dims else None
-        extent = value.array.shard[value.leading + head - 1] if head is not None else 1
-        heads = tensor.shape[head] if head is not None else 1
-        for number in range(piece.head // extent, ceil((piece.head + heads) / extent)):
-            shard = self._shard(value, layer, sequences.start, number)
-            target, part = self._rows_of(shard, layer, sequences), tensor
-            if head is not None:
+        own = position_axis(value.want.value)
+        begins = [piece.slot if dim == own else 0 for dim in value.row_dims]
+        if "head" not in value.row_dims:
+            self._place(self._shard(value, layer, sequences.start, 0), layer, sequences, begins, tensor)
+        else:
+            axis = value.row_dims.index("head")
+            extent, heads = value.array.shard[value.leading + axis], tensor.shape[axis + 1]
+            for number in range(piece.head // extent, ceil((piece.head + heads) / extent)):
                 first = max(piece.head, number * extent)
                 last = min(piece.head + heads, (number + 1) * extent)
-                part = part.narrow(head, first - piece.head, last - first)
-                if last - first < target.shape[head]:
-                    target = target.narrow(head, first - number * extent, last - first)
-            self._place(value, block, target, part, piece.slot)
+                begins[axis] = first - number * extent
+                part = tensor.narrow(axis + 1, first - piece.head, last - first)
+                self._place(self._shard(value, layer, sequences.start, number), layer, sequences, begins, part)
         if piece.complete:
             self.complete(value, layer, sequences)
 
@@ -117,7 +108,6 @@ class Assembler:
         """The block's shards so far; what comes next belongs to the next block."""
         assert not self._open, f"shards left open: {[shard.value.key for shard in self._open.values()]}"
         pending, self._pending = self._pending, Pending()
-        pending.odd = self._odd.take(list(self._streams.values()))
         return pending
 
     def drop(self) -> None:
@@ -143,8 +133,8 @@ class Assembler:
 
     def _rows_of(self, shard: Shard, layer: int, sequences: range) -> torch.Tensor:
         """``[sequence, *row]``, a view of the shard's slot."""
-        of_layer = shard.data[layer - shard.origin[0]] if shard.value.leading == 2 else shard.data
-        return of_layer.narrow(0, sequences.start - shard.origin[shard.value.leading - 1], len(sequences))
+        at, first = shard.place(layer, sequences.start)
+        return shard.layers[at].narrow(0, first, len(sequences))
 
     def _new_shard(self, value: ValuePlan, index: tuple[int, ...]) -> Shard:
         """Takes a slot and lays the shard out in it, clipped to the array and to its longest sequence."""
@@ -170,50 +160,48 @@ class Assembler:
         absent = [at - layers[0] for at in layers if value.layers and value.layers[at] not in value.want.blocks]
         for at in absent:
             data[at].fill_(array.fill)
-        rows = (len(layers) - len(absent)) * shape[value.leading - 1]
-        return Shard(value=value, index=index, origin=origin, slot=slot, data=data, rows_left=rows)
+        sequences = shape[value.leading - 1]
+        return Shard(
+            value=value,
+            index=index,
+            origin=origin,
+            slot=slot,
+            data=data,
+            rows_left=(len(layers) - len(absent)) * sequences,
+            odd=Odd(value.row_dims, layers=len(layers), sequences=sequences),
+        )
 
-    def _place(
-        self, value: ValuePlan, block: int | None, target: torch.Tensor, tensor: torch.Tensor, first: int
-    ) -> None:
-        """Casts, pads and copies ``[sequence, *row]`` into its place in the slot."""
+    def _place(self, shard: Shard, layer: int, sequences: range, begins: Sequence[int], tensor: torch.Tensor) -> None:
+        """Casts, pads and copies ``[sequence, *row]``, whose row begins at ``begins``, into its place in the slot."""
+        value, target = shard.value, self._rows_of(shard, layer, sequences)
+        if "head" in value.row_dims:
+            axis = value.row_dims.index("head")
+            target = target.narrow(axis + 1, begins[axis], tensor.shape[axis + 1])
         if tensor.device.type != "cuda":
-            self._lay(value, block, target, tensor, first)
-            return
-        side = self._stream(tensor.device)
-        side.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(side):
-            if tensor.shape == target.shape and tensor.dtype == target.dtype and tensor.is_contiguous():
-                whole = tensor
-                self._count(value, block, whole, tensor)
-            else:
+            stored = self._lay(value, target, begins, tensor)
+        else:
+            whole = stored = tensor
+            if tensor.shape != target.shape or tensor.dtype != target.dtype or not tensor.is_contiguous():
                 whole = torch.empty(target.shape, dtype=target.dtype, device=tensor.device)
-                self._lay(value, block, whole, tensor, first)
-            _send(target, whole)
-        tensor.record_stream(side)
+                stored = self._lay(value, whole, begins, tensor)
+            side = self._stream(tensor.device)
+            side.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(side):
+                _send(target, whole)
+            whole.record_stream(side)
+        at, first = shard.place(layer, sequences.start)
+        shard.odd.see(at, slice(first, first + len(sequences)), begins, tensor, stored)
 
-    def _lay(self, value: ValuePlan, block: int | None, target: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
-        own = position_axis(value.want.value)
+    def _lay(self, value: ValuePlan, target: torch.Tensor, begins: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+        """Copies into ``target``, which has the tensor's heads alone, with fill around; returns where it lies."""
         part = target
-        for axis, (dim, size) in enumerate(zip(value.row_dims, tensor.shape[1:], strict=True), start=1):
+        for axis, (begin, size) in enumerate(zip(begins, tensor.shape[1:], strict=True), start=1):
             if size != target.shape[axis]:
-                part = part.narrow(axis, first if dim == own else 0, size)
+                part = part.narrow(axis, begin, size)
         if part is not target:
             target.fill_(value.array.fill)
         part.copy_(tensor)
-        self._count(value, block, part, tensor)
-
-    def _count(self, value: ValuePlan, block: int | None, stored: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Counts elements that are not finite, and those that a narrower dtype could not hold."""
-        if not tensor.is_floating_point():
-            return
-        if tensor.device.type == "cpu" and value.array.dtype != "float16" and torch.isfinite(tensor.sum()):
-            return  # anything odd makes the sum odd, a hundred times faster than counting; a GPU would be waited for
-        # Comparisons with infinity are false for NaN; minus infinity is the mask's own where there are keys.
-        finite = (tensor if "key" in value.row_dims else tensor.abs()) < torch.inf
-        self._odd.add((value.key, block, "nonfinite"), ~finite)
-        if value.array.dtype == "float16":
-            self._odd.add((value.key, block, "overflow"), finite & torch.isinf(stored))
+        return part
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -222,6 +210,7 @@ class Assembler:
 
     def _submit(self, shard: Shard) -> None:
         del self._open[shard.value.key, shard.index]
+        shard.odd.send(self._streams)
         events = [stream.record_event() for stream in self._streams.values()]
         self.written_bytes += shard.data.numel() * shard.data.element_size()
         self._pending.shards.setdefault(shard.value.array.path, []).append(shard.index)

@@ -199,7 +199,7 @@ def attention_scores(
             chosen = list(heads[first : first + each])
             query = pick(queries[row, :, queried], 0, chosen)
             key = pick(keys[row, :, first_key : first_key + total], 0, [head // groups for head in chosen])
-            scores = _products(query, key).mul_(scaling)
+            scores = _products(query, key, scaling)
             if mask is None or mask.ndim != 4:
                 at = past + offset + step * torch.arange(number, device=scores.device)
                 scores.masked_fill_(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
@@ -296,9 +296,10 @@ def _lengths(chosen: Sequence[int], rows: Rows, like: torch.Tensor) -> torch.Ten
     return lengths.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else lengths
 
 
-def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """``queries @ keys`` of each head, summed in float32 and not rounded: ``[head, query, key]``."""
+def _products(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``scaling * queries @ keys`` of each head, summed and scaled in float32: ``[head, query, key]``."""
     if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
         # Products of two bfloat16 are exact in float32, so this is what casting first would give, much faster.
-        return torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
-    return queries.float() @ keys.float().transpose(1, 2)
+        unread = queries.new_empty((), dtype=torch.float32)
+        return torch.baddbmm(unread, queries, keys.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scaling)
+    return (queries.float() @ keys.float().transpose(1, 2)).mul_(scaling)

@@ -11,6 +11,7 @@ import torch
 from kimicap.architecture import Architecture, Want
 from kimicap.computed import Piece
 from kimicap.invariants import RouterRule, router_gap
+from kimicap.odd import odd_elements
 from kimicap.outcome import Check
 from kimicap.selection import position_axis
 
@@ -48,11 +49,7 @@ class FirstBatch:
         count, _ = self._sizes.get((key, block), (0, 0))
         self._sizes[key, block] = count + tensor.numel(), tensor.shape[-1]
         finite, own = torch.isfinite(tensor), torch.zeros((), device=tensor.device)
-        odd = ~finite
-        if "key" in self._wants[key].value.layout:
-            odd = odd & (tensor != -torch.inf)
-        if self._wants[key].value.layout[-1] == "source":  # NaN where nothing is stored yet
-            odd = odd & ~tensor.isnan()
+        odd = odd_elements(tensor, self._wants[key].value.layout)
         lowest = torch.where(finite, tensor, _limit(tensor, high=True)).amin()
         highest = torch.where(finite, tensor, _limit(tensor, high=False)).amax()
         if key == PATTERNS:

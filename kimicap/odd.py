@@ -1,62 +1,102 @@
-"""Counts of odd elements, kept on the device until a block is done, so that nothing waits for them."""
+"""What is not finite in a shard.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+One reduction a piece tells whether anything is, on the piece's own device and waited for by nobody. Only where it
+says so are elements counted, on the host, where they are by then.
+"""
 
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 import torch
 
-Name = tuple[str, int | None, str]
-"""A value, a block of the model (None for values of the whole model) and a kind: ``nonfinite``, ``overflow``."""
 
-
-@dataclass(eq=False)
-class Counts:
-    """Counts on their way to the host; `read` waits for them."""
-
-    parts: list[tuple[list[Name], torch.Tensor, torch.cuda.Event | None]] = field(default_factory=list)
-
-    def read(self) -> dict[str, dict[str, dict[str, int]]]:
-        """By kind, value and block; zeros left out."""
-        counts: dict[str, dict[str, dict[str, int]]] = {}
-        for names, numbers, copied in self.parts:
-            if copied is not None:
-                copied.synchronize()
-            for (key, block, kind), number in zip(names, numbers.tolist(), strict=True):
-                if number:
-                    counts.setdefault(kind, {}).setdefault(key, {})["model" if block is None else str(block)] = number
-        return counts
+def odd_elements(tensor: torch.Tensor, layout: Sequence[str]) -> torch.Tensor:
+    """True at NaN and infinity, but for what a value may be: minus infinity at masked keys, NaN at sources to come."""
+    if "key" in layout:
+        return ~torch.isfinite(tensor) & (tensor != -torch.inf)
+    if "source" in layout:
+        return torch.isinf(tensor)
+    return ~torch.isfinite(tensor)
 
 
 class Odd:
-    """Running counts, each a scalar on the device of what is counted."""
+    """Where a shard has elements of its own, and what is known of them.
 
-    def __init__(self) -> None:
-        self._counts: dict[Name, torch.Tensor] = {}
+    Args:
+        layout: Names of the row's dimensions.
+        layers: Blocks of the model in the shard.
+        sequences: Sequences in it.
+    """
 
-    def add(self, name: Name, where: torch.Tensor) -> None:
-        """Adds the number of true elements, on the current stream."""
-        number = where.sum()
-        before = self._counts.get(name)
-        self._counts[name] = number if before is None else before + number
+    def __init__(self, layout: Sequence[str], *, layers: int, sequences: int) -> None:
+        self._layout = layout
+        self._ends = np.zeros((layers, sequences, len(layout)), np.int32)
+        self._signs: dict[tuple[int, str], torch.Tensor] = {}
+        self._sent: list[tuple[list[tuple[int, str]], torch.Tensor]] = []
 
-    def take(self, streams: Sequence[torch.cuda.Stream]) -> Counts:
-        """Starts the copy of all counts to the host, and begins anew.
+    def see(
+        self, layer: int, sequences: slice, begins: Sequence[int], tensor: torch.Tensor, stored: torch.Tensor
+    ) -> None:
+        """Takes note of a piece, on the current stream.
 
         Args:
-            streams: One a GPU: that on which its counts were added.
+            layer: Which block of the shard's.
+            sequences: Which sequences of the shard's.
+            begins: Where on each axis of the row the piece begins.
+            tensor: ``[sequence, *row]``, as the model had it.
+            stored: The same in the array's dtype.
         """
-        by_device: dict[torch.device, list[Name]] = {}
-        for name, count in self._counts.items():
-            by_device.setdefault(count.device, []).append(name)
-        taken = Counts()
-        of_device = {stream.device: stream for stream in streams}
+        if not tensor.is_floating_point():
+            return
+        ends = self._ends[layer, sequences]
+        np.maximum(ends, np.add(begins, tensor.shape[1:]), out=ends)
+        if "key" in self._layout:
+            sign = tensor.amax()  # NaN and infinity prevail, minus infinity does not
+        elif "source" in self._layout:
+            sign = tensor.nan_to_num(0.0, torch.inf, -torch.inf).sum(dtype=torch.float32)
+        else:
+            sign = tensor.sum(dtype=torch.float32)
+        self._add(layer, "nonfinite", sign)
+        if stored.dtype == torch.float16:
+            self._add(layer, "overflow", (torch.isfinite(tensor) & torch.isinf(stored)).sum())
+
+    def send(self, streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
+        """Starts the copy of what is known to the host, on each GPU's stream for copies; no more will come."""
+        by_device: dict[torch.device, list[tuple[int, str]]] = {}
+        for name, sign in self._signs.items():
+            by_device.setdefault(sign.device, []).append(name)
         for device, names in by_device.items():
-            counts = [self._counts[name] for name in names]
-            if device.type != "cuda":
-                taken.parts.append((names, torch.stack(counts), None))
-                continue
-            with torch.cuda.stream(of_device[device]):
-                numbers = torch.stack(counts).to("cpu", non_blocking=True)
-                taken.parts.append((names, numbers, of_device[device].record_event()))
-        self._counts.clear()
-        return taken
+            signs = torch.stack([self._signs[name].float() for name in names])
+            if device.type == "cuda":
+                streams[device].wait_stream(torch.cuda.current_stream(device))
+                signs.record_stream(streams[device])
+                with torch.cuda.stream(streams[device]):
+                    signs = signs.to("cpu", non_blocking=True)
+            self._sent.append((names, signs))
+        self._signs.clear()
+
+    def count(self, data: torch.Tensor) -> Iterator[tuple[int, str, int]]:
+        """Counts, once the copies are there.
+
+        Args:
+            data: The shard, ``[layer, sequence, *row]``, on the host.
+
+        Yields:
+            A block of the shard's, ``nonfinite`` or ``overflow``, and how many elements are.
+        """
+        for names, signs in self._sent:
+            for (layer, kind), sign in zip(names, signs.tolist(), strict=True):
+                if kind == "overflow":
+                    number = int(sign)
+                else:
+                    number = 0 if np.isfinite(sign) else self._count_layer(layer, data[layer])
+                if number:
+                    yield layer, kind, number
+
+    def _count_layer(self, layer: int, data: torch.Tensor) -> int:
+        rows = (row[tuple(map(slice, ends))] for row, ends in zip(data, self._ends[layer], strict=True))
+        return sum(int(odd_elements(row, self._layout).sum()) for row in rows)
+
+    def _add(self, layer: int, kind: str, sign: torch.Tensor) -> None:
+        before = self._signs.get((layer, kind))
+        self._signs[layer, kind] = sign if before is None else before + sign

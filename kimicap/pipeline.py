@@ -303,7 +303,7 @@ class Loop:
         start = time.perf_counter()
         pending, numbers = finished.pending, self._plan.block(finished.number)
         self._assembler.writers.wait_handed_over(pending)
-        odd = pending.odd.read()
+        odd = pending.odd
         _refuse_overflow(odd)
         for write in pending.writes:
             write.result()

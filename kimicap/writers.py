@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kimicap.odd import Counts
+from kimicap.odd import Odd
 from kimicap.records import storage_error
 from kimicap.slots import Slots
 from kimicap.store import Store
@@ -26,6 +26,7 @@ class Shard:
         origin: Its first element on each axis.
         data: ``[layer, sequence, *row]`` (or ``[sequence, *row]``), a view of its slot, rows cut where all end.
         rows_left: Rows still to come.
+        odd: What is not finite in it.
     """
 
     value: ValuePlan
@@ -34,6 +35,21 @@ class Shard:
     slot: torch.Tensor
     data: torch.Tensor
     rows_left: int
+    odd: Odd
+
+    @property
+    def layers(self) -> torch.Tensor:
+        """The data with an axis of layers, of one where the array has none."""
+        return self.data if self.value.leading == 2 else self.data[None]
+
+    def place(self, layer: int, sequence: int) -> tuple[int, int]:
+        """Where on the shard's own axes a row is."""
+        first = self.origin[self.value.leading - 1]
+        return (layer - self.origin[0] if self.value.leading == 2 else 0), sequence - first
+
+    def block(self, at: int) -> str:
+        """Name of the block of the model at an entry of the shard's layers, as block records have it."""
+        return str(self.value.layers[self.origin[0] + at]) if self.value.leading == 2 else "model"
 
 
 @dataclass(eq=False)
@@ -44,14 +60,14 @@ class Pending:
         shards: Grid indices of every shard, by array.
         writes: Those that the store has.
         queued: How many it does not have yet.
-        odd: Odd elements of the block.
+        odd: Numbers of odd elements, by kind (``nonfinite``, ``overflow``), value and block of the model.
         dropped: Nobody wants them any more: those that the store does not have are let go.
     """
 
     shards: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     writes: list[Any] = field(default_factory=list)
     queued: int = 0
-    odd: Counts = field(default_factory=Counts)
+    odd: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     dropped: bool = False
 
 
@@ -133,6 +149,9 @@ class Writers:
                 self._changed.notify_all()
 
     def _hand_over(self, shard: Shard, pending: Pending) -> None:
+        for at, kind, number in shard.odd.count(shard.layers):
+            blocks = pending.odd.setdefault(kind, {}).setdefault(shard.value.key, {})
+            blocks[shard.block(at)] = blocks.get(shard.block(at), 0) + number
         write = self._store.write(shard.value.array.path, shard.origin, shard.data.numpy())
         pending.writes.append(write)
         self._slots.begin_write()
