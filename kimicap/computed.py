@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kimicap import kda, recomputed
+from kimicap import attention_triton, kda, recomputed
 from kimicap.architecture import Want
 from kimicap.rows import Rows
 
@@ -171,6 +171,80 @@ def chunk_states(
         yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Queried:
+    """Queries and keys of some heads of one row.
+
+    Attributes:
+        row: Row of the batch.
+        queries: ``[head, query, qk_dim]``, the wanted ones.
+        keys: ``[head, key, qk_dim]``, all from the sequence's first token on.
+        mask: ``[head or 1, query, key]``, boolean (True: may attend) or additive, or None where each query sees the
+            keys up to its own position.
+        first: Position of the first query.
+        step: Positions from one query to the next.
+        slot: Where on the query axis they begin.
+        head: Where on the head axis they begin.
+        complete: Whether the row has no more.
+    """
+
+    row: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    mask: torch.Tensor | None
+    first: int
+    step: int
+    slot: int
+    head: int
+    complete: bool
+
+    def piece(self, tensor: torch.Tensor, *, unseen: float) -> Piece:
+        """What was computed from them."""
+        return Piece(row=self.row, tensor=tensor, slot=self.slot, head=self.head, complete=self.complete, unseen=unseen)
+
+    def scores(self, scaling: float) -> torch.Tensor:
+        """``scaling * queries . keys``, minus infinity where a query may not attend."""
+        scores = _products(self.queries, self.keys, scaling)
+        if self.mask is not None:
+            return _masked(scores, self.mask)
+        number, total = scores.shape[1:]
+        at = self.first + self.step * torch.arange(number, device=scores.device)
+        return scores.masked_fill_(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
+
+
+def _queried(
+    want: Want, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
+) -> Iterator[_Queried]:
+    """The queries wanted, a row and a slice of heads at a time; the arguments of `attention_scores`."""
+    groups = queries.shape[1] // keys.shape[1]
+    heads = want.heads or range(queries.shape[1])
+    for row, (start, count, past) in enumerate(zip(rows.starts, rows.counts, rows.past, strict=True)):
+        offset, number, slot = want.request.positions.window(past, count, past + count) if count else (0, 0, 0)
+        if not number:
+            continue
+        step, total = want.request.positions.step, past + count
+        first_key = keys.shape[2] - rows.width_tokens + start - past
+        queried = slice(start + offset, start + offset + (number - 1) * step + 1, step)
+        each = max(1, SLICE_BYTES // (number * total * 4))
+        for first in range(0, len(heads), each):
+            chosen = list(heads[first : first + each])
+            allowed = None
+            if mask is not None and mask.ndim == 4:
+                allowed = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
+                allowed = pick(allowed, 0, chosen) if allowed.shape[0] > 1 else allowed
+            yield _Queried(
+                row=row,
+                queries=pick(queries[row, :, queried], 0, chosen),
+                keys=pick(keys[row, :, first_key : first_key + total], 0, [head // groups for head in chosen]),
+                mask=allowed,
+                first=past + offset,
+                step=step,
+                slot=slot,
+                head=first,
+                complete=first + each >= len(heads),
+            )
+
+
 def attention_scores(
     want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> Iterator[Piece]:
@@ -185,43 +259,22 @@ def attention_scores(
             boolean (True: may attend) or additive.
         scaling: Factor of the products.
     """
-    groups = queries.shape[1] // keys.shape[1]
-    heads = want.heads or range(queries.shape[1])
-    for row, (start, count, past) in enumerate(zip(rows.starts, rows.counts, rows.past, strict=True)):
-        offset, number, slot = want.request.positions.window(past, count, past + count) if count else (0, 0, 0)
-        if not number:
-            continue
-        step, total = want.request.positions.step, past + count
-        first_key = keys.shape[2] - rows.width_tokens + start - past
-        queried = slice(start + offset, start + offset + (number - 1) * step + 1, step)
-        each = max(1, SLICE_BYTES // (number * total * 4))
-        for first in range(0, len(heads), each):
-            chosen = list(heads[first : first + each])
-            query = pick(queries[row, :, queried], 0, chosen)
-            key = pick(keys[row, :, first_key : first_key + total], 0, [head // groups for head in chosen])
-            scores = _products(query, key, scaling)
-            if mask is None or mask.ndim != 4:
-                at = past + offset + step * torch.arange(number, device=scores.device)
-                scores.masked_fill_(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
-            else:
-                part = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
-                scores = _masked(scores, pick(part, 0, chosen) if part.shape[0] > 1 else part)
-            yield Piece(
-                row=row,
-                tensor=scores,
-                slot=slot,
-                head=first,
-                complete=first + each >= len(heads),
-                unseen=-torch.inf,
-            )
+    for part in _queried(want, rows, queries, keys, mask):
+        yield part.piece(part.scores(scaling), unseen=-torch.inf)
 
 
 def attention_probabilities(
     want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> Iterator[Piece]:
     """Softmax over the keys of `attention_scores`, float32 ``[head, query, key]``."""
-    for piece in attention_scores(want, rows, queries=queries, keys=keys, mask=mask, scaling=scaling):
-        yield replace(piece, tensor=piece.tensor.softmax(-1), unseen=0.0)
+    for part in _queried(want, rows, queries, keys, mask):
+        if part.mask is None and attention_triton.fits(part.queries):
+            found = attention_triton.probabilities_on_cuda(
+                part.queries, part.keys, first=part.first, step=part.step, scaling=scaling
+            )
+        else:
+            found = part.scores(scaling).softmax(-1)
+        yield part.piece(found, unseen=0.0)
 
 
 def expert_outputs(want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Mapping[str, Any]]) -> torch.Tensor:
