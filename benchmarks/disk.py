@@ -13,9 +13,9 @@ from transformers import KimiLinearConfig
 from benchmarks.harness import Result, alternate, over
 from benchmarks.subject import SHAPES, Subject, create, scratch, whole_shards
 from kimicap.assembly import Assembler
-from kimicap.computed import Piece
 from kimicap.config import load_settings
 from kimicap.layout import ArrayLayout
+from kimicap.pieces import Piece
 from kimicap.prepare import Prepared, prepare
 from kimicap.slots import Slots
 

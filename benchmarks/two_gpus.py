@@ -1,7 +1,7 @@
-"""Several GPUs, one capture: `torchrun --standalone --nproc-per-node 2 -m benchmarks.two_gpus FOLDER`.
+"""Several GPUs, one capture: `torchrun --standalone --nproc-per-node 2 -m benchmarks.two_gpus FOLDER [SHAPE]`.
 
-Every process builds the same model on its own GPU and captures its blocks; then rank 0 captures all of them alone.
-Rank 0 prints the throughput against one GPU and whether the arrays agree, as JSON.
+Every process builds the same model on its own GPU. In turn, all of them capture their blocks, and rank 0 captures all
+blocks alone. Rank 0 prints the throughput against one GPU, and then whether the captures are the same, as JSON.
 """
 
 import filecmp
@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import over
 from benchmarks.subject import Subject, build, create
-from kimicap import records, store
+from kimicap import store
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.prepare import Prepared
 from kimicap.session import Session
 from kimicap.slots import Slots
 
+REPEATS = 3
 VALUES = ["residuals", "router_logits", "expert_indices", "state_output"]
 
 
@@ -39,20 +41,20 @@ def main() -> None:
     slots = Slots(prepared.settings.memory, pinned=on_gpu)
     subject.capture(prepared, slots)  # tunes the kernels and pins the slots
     together, alone = folder / "together.zarr", folder / "alone.zarr"
-    if rank.rank == 0:
-        create(prepared, together)
-    wait_for(lambda: records.is_capture(together), what="rank 0")
-    meet(folder, rank, "ready")
-    start = time.time()
-    _capture(subject, prepared, slots, together, rank)
-    meet(folder, rank, "done")
-    seconds = time.time() - start
-    if rank.rank == 0:
-        create(prepared, alone)
-        start = time.time()
-        _capture(subject, prepared, slots, alone, Rank())
-        report(together, alone, seconds, time.time() - start, rank.world)
+    taken: dict[str, list[float]] = {"together": [], "alone": []}
+    for repeat in range(REPEATS + 1):  # the first is not counted: the machine's memory is new
+        for name, path, who in (("together", together, rank), ("alone", alone, Rank())):
+            if rank.rank == 0:
+                create(prepared, path)
+            meet(folder, rank, f"{name}-{repeat}-created")
+            start = time.perf_counter()
+            if rank.rank == 0 or name == "together":
+                _capture(subject, prepared, slots, path, who)
+            meet(folder, rank, f"{name}-{repeat}-done")
+            taken[name].append(time.perf_counter() - start)
     slots.close()
+    if rank.rank == 0:
+        report(together, alone, {name: seconds[1:] for name, seconds in taken.items()}, rank.world)
 
 
 def meet(folder: Path, rank: Rank, name: str) -> None:
@@ -62,10 +64,10 @@ def meet(folder: Path, rank: Rank, name: str) -> None:
     wait_for(there, what="the other processes")
 
 
-def report(together: Path, alone: Path, many_s: float, one_s: float, world: int) -> None:
+def report(together: Path, alone: Path, taken: dict[str, list[float]], world: int) -> None:
     """Prints what was measured, and then how many of the shard files are the same, byte for byte."""
-    found = {"processes": world, "together_s": many_s, "alone_s": one_s, "throughput": one_s / many_s}
-    print(json.dumps(found), flush=True)
+    ratio, spread = over(taken["alone"], taken["together"])
+    print(json.dumps({"processes": world, **taken, "throughput": ratio, "spread": spread}), flush=True)
     names = sorted(str(file.relative_to(alone)) for file in alone.rglob("c.*"))
     assert names == sorted(str(file.relative_to(together)) for file in together.rglob("c.*"))
     with ThreadPoolExecutor() as pool:

@@ -6,8 +6,9 @@ from math import ceil, prod
 import numpy as np
 import torch
 
-from kimicap.computed import Piece
+from kimicap.copies import Copier
 from kimicap.odd import Odd
+from kimicap.pieces import Piece
 from kimicap.plan import CapturePlan
 from kimicap.records import storage_error
 from kimicap.selection import position_axis
@@ -20,8 +21,7 @@ from kimicap.writers import Pending, Shard, Writers
 class Assembler:
     """Places pieces in shards. All its methods but the writers' callbacks are for one thread.
 
-    On a GPU the rows are cast and made whole on the model's stream, and a side stream, which has nothing but copies,
-    takes them to pinned memory in contiguous parts.
+    Rows on a GPU are cast and made whole there, on the model's stream, and then copied to pinned memory beside it.
 
     Attributes:
         writers: Take the full shards.
@@ -33,9 +33,9 @@ class Assembler:
         self._plan, self._store, self._slots = plan, store, slots
         self._values: Mapping[str, ValuePlan] = {value.key: value for value in plan.values}
         self._open: dict[tuple[str, tuple[int, ...]], Shard] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pending = Pending()
         self.writers = Writers(store, slots)
+        self._copier = Copier(self.writers)
 
     def put(self, key: str, block: int | None, sequence: int, piece: Piece) -> None:
         """Places a piece of one row, or of several that follow each other from ``sequence`` on.
@@ -59,7 +59,8 @@ class Assembler:
         own = position_axis(value.want.value)
         begins = [piece.slot if dim == own else 0 for dim in value.row_dims]
         if "head" not in value.row_dims:
-            self._place(self._shard(value, layer, sequences.start, 0), layer, sequences, begins, tensor)
+            shard = self._shard(value, layer, sequences.start, 0)
+            self._place(shard, layer, sequences, begins, tensor, fresh=piece.fresh)
         else:
             axis = value.row_dims.index("head")
             extent, heads = value.array.shard[value.leading + axis], tensor.shape[axis + 1]
@@ -68,7 +69,8 @@ class Assembler:
                 last = min(piece.head + heads, (number + 1) * extent)
                 begins[axis] = first - number * extent
                 part = tensor.narrow(axis + 1, first - piece.head, last - first)
-                self._place(self._shard(value, layer, sequences.start, number), layer, sequences, begins, part)
+                shard = self._shard(value, layer, sequences.start, number)
+                self._place(shard, layer, sequences, begins, part, fresh=piece.fresh)
         if piece.complete:
             self.complete(value, layer, sequences)
 
@@ -116,9 +118,8 @@ class Assembler:
 
     def close(self) -> None:
         """Waits until nothing uses a slot any more, and gives back those of shards never finished."""
+        self._copier.close()
         self.writers.close()
-        for stream in self._streams.values():
-            stream.synchronize()
         for shard in self._open.values():
             self._slots.give(shard.slot)
         self._open.clear()
@@ -171,24 +172,30 @@ class Assembler:
             odd=Odd(value.row_dims, layers=len(layers), sequences=sequences),
         )
 
-    def _place(self, shard: Shard, layer: int, sequences: range, begins: Sequence[int], tensor: torch.Tensor) -> None:
+    def _place(
+        self,
+        shard: Shard,
+        layer: int,
+        sequences: range,
+        begins: Sequence[int],
+        tensor: torch.Tensor,
+        *,
+        fresh: bool,
+    ) -> None:
         """Casts, pads and copies ``[sequence, *row]``, whose row begins at ``begins``, into its place in the slot."""
         value, target = shard.value, self._rows_of(shard, layer, sequences)
         if "head" in value.row_dims:
             axis = value.row_dims.index("head")
             target = target.narrow(axis + 1, begins[axis], tensor.shape[axis + 1])
-        if tensor.device.type != "cuda":
+        if not _on_gpu(tensor):
             stored = self._lay(value, target, begins, tensor)
         else:
             whole = stored = tensor
-            if tensor.shape != target.shape or tensor.dtype != target.dtype or not tensor.is_contiguous():
+            fits = tensor.shape == target.shape and tensor.dtype == target.dtype and tensor.is_contiguous()
+            if not (fits and fresh):
                 whole = torch.empty(target.shape, dtype=target.dtype, device=tensor.device)
                 stored = self._lay(value, whole, begins, tensor)
-            side = self._stream(tensor.device)
-            side.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(side):
-                _send(target, whole)
-            whole.record_stream(side)
+            self._copier.copy(target, whole)
         at, first = shard.place(layer, sequences.start)
         shard.odd.see(at, slice(first, first + len(sequences)), begins, tensor, stored)
 
@@ -203,51 +210,13 @@ class Assembler:
         part.copy_(tensor)
         return part
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
     def _submit(self, shard: Shard) -> None:
         del self._open[shard.value.key, shard.index]
-        shard.odd.send(self._streams)
-        events = [stream.record_event() for stream in self._streams.values()]
+        shard.odd.gather()
         self.written_bytes += shard.data.numel() * shard.data.element_size()
         self._pending.shards.setdefault(shard.value.array.path, []).append(shard.index)
-        self.writers.submit(shard, events, self._pending)
+        self._copier.submit(shard, self._pending)
 
 
-def _send(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies to host memory in contiguous parts; one copy to a target with gaps would make the host wait."""
-    if target.is_contiguous():
-        target.copy_(source, non_blocking=True)
-    else:
-        for to, of in zip(target.unbind(0), source.unbind(0), strict=True):
-            _send(to, of)
-
-
-def assemble(pieces: Sequence[Piece], value: ValuePlan, shape: Sequence[int]) -> Piece:
-    """Pieces of one row from several forwards as one piece, of up to ``shape`` elements an axis.
-
-    Of a value without positions the latest piece holds; the others are laid side by side.
-    """
-    own = position_axis(value.want.value)
-    if own is None or value.want.request.positions.kind == "last":
-        return pieces[-1]
-    axis = value.row_dims.index(own)
-    slots = pieces[-1].slot + pieces[-1].tensor.shape[axis]
-    size = [slots if at == axis else extent for at, extent in enumerate(shape)]
-    if "key" in value.row_dims:
-        keys = value.row_dims.index("key")
-        size[keys] = max(piece.tensor.shape[keys] for piece in pieces)
-    first = pieces[0].tensor
-    whole = torch.full(size, pieces[0].unseen, dtype=first.dtype, device=first.device)
-    for piece in pieces:
-        part = whole.narrow(axis, piece.slot, piece.tensor.shape[axis])
-        for at, (dim, extent) in enumerate(zip(value.row_dims, piece.tensor.shape, strict=True)):
-            if dim == "head":
-                part = part.narrow(at, piece.head, extent)
-            elif dim != own and extent != part.shape[at]:
-                part = part.narrow(at, 0, extent)
-        part.copy_(piece.tensor)
-    return Piece(row=pieces[-1].row, tensor=whole)
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"

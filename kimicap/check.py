@@ -13,12 +13,12 @@ import torch
 
 from kimicap.architecture import Architecture, Want
 from kimicap.compared import compare
-from kimicap.computed import Piece
 from kimicap.first_batch import FirstBatch
 from kimicap.forwards import Decoding
 from kimicap.invariants import INVARIANTS, Invariant, RouterRule, View, router_rule
 from kimicap.models import load_model
 from kimicap.outcome import Check
+from kimicap.pieces import Piece
 from kimicap.prepare import Prepared
 from kimicap.schema import Schema
 from kimicap.session import decoding_of

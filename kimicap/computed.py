@@ -5,51 +5,18 @@ in a value's layout have the batch axis before it; ingredients without a layout 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from kimicap import attention_triton, kda, recomputed
+from kimicap import attention, kda, recomputed
 from kimicap.architecture import Want
+from kimicap.pieces import SLICE_BYTES, Piece, pick, pick_heads
 from kimicap.rows import Rows
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk of fla's delta-rule kernel."""
-SLICE_BYTES = 2**30
-"""Largest temporary on the device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Part of one row of a value, or the same part of several rows.
-
-    Attributes:
-        row: Row of the batch, or the first of several.
-        rows: How many rows, where ``tensor`` has an axis of them; None for one row without.
-        tensor: In the value's layout, without batch; the position axis holds the chosen ones alone.
-        slot: Where on the position axis it begins.
-        head: Where on the head axis it begins, counted among the heads wanted.
-        complete: Whether this is the row's last piece of this forward.
-        unseen: What the value is at keys that come only in later forwards.
-    """
-
-    row: int
-    tensor: torch.Tensor
-    slot: int = 0
-    head: int = 0
-    complete: bool = True
-    unseen: float = 0.0
-    rows: int | None = None
-
-    def split(self) -> Iterator["Piece"]:
-        """The same as pieces of one row each."""
-        if self.rows is None:
-            yield self
-        else:
-            for at in range(self.rows):
-                yield replace(self, row=self.row + at, rows=None, tensor=self.tensor[at])
 
 
 def next_token_probs(want: Want, rows: Rows, *, logits: torch.Tensor) -> Iterator[Piece]:
@@ -123,7 +90,8 @@ def states(
         if rows.alike:
             tensor = final[:, None] if last else found
             complete = first + each >= len(heads)
-            yield Piece(row=0, rows=len(live), tensor=tensor, slot=windows[0][2], head=first, complete=complete)
+            slot = windows[0][2]
+            yield Piece(row=0, rows=len(live), tensor=tensor, slot=slot, head=first, complete=complete, fresh=True)
             continue
         for place, row in enumerate(live):
             offset, number, _ = windows[row]
@@ -171,112 +139,6 @@ def chunk_states(
         yield Piece(row=row, tensor=pick_heads(after, want, 1), slot=slot)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Queried:
-    """Queries and keys of some heads of one row.
-
-    Attributes:
-        row: Row of the batch.
-        queries: ``[head, query, qk_dim]``, the wanted ones.
-        keys: ``[head, key, qk_dim]``, all from the sequence's first token on.
-        mask: ``[head or 1, query, key]``, boolean (True: may attend) or additive, or None where each query sees the
-            keys up to its own position.
-        first: Position of the first query.
-        step: Positions from one query to the next.
-        slot: Where on the query axis they begin.
-        head: Where on the head axis they begin.
-        complete: Whether the row has no more.
-    """
-
-    row: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    mask: torch.Tensor | None
-    first: int
-    step: int
-    slot: int
-    head: int
-    complete: bool
-
-    def piece(self, tensor: torch.Tensor, *, unseen: float) -> Piece:
-        """What was computed from them."""
-        return Piece(row=self.row, tensor=tensor, slot=self.slot, head=self.head, complete=self.complete, unseen=unseen)
-
-    def scores(self, scaling: float) -> torch.Tensor:
-        """``scaling * queries . keys``, minus infinity where a query may not attend."""
-        scores = _products(self.queries, self.keys, scaling)
-        if self.mask is not None:
-            return _masked(scores, self.mask)
-        number, total = scores.shape[1:]
-        at = self.first + self.step * torch.arange(number, device=scores.device)
-        return scores.masked_fill_(torch.arange(total, device=scores.device) > at[:, None], -torch.inf)
-
-
-def _queried(
-    want: Want, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
-) -> Iterator[_Queried]:
-    """The queries wanted, a row and a slice of heads at a time; the arguments of `attention_scores`."""
-    groups = queries.shape[1] // keys.shape[1]
-    heads = want.heads or range(queries.shape[1])
-    for row, (start, count, past) in enumerate(zip(rows.starts, rows.counts, rows.past, strict=True)):
-        offset, number, slot = want.request.positions.window(past, count, past + count) if count else (0, 0, 0)
-        if not number:
-            continue
-        step, total = want.request.positions.step, past + count
-        first_key = keys.shape[2] - rows.width_tokens + start - past
-        queried = slice(start + offset, start + offset + (number - 1) * step + 1, step)
-        each = max(1, SLICE_BYTES // (number * total * 4))
-        for first in range(0, len(heads), each):
-            chosen = list(heads[first : first + each])
-            allowed = None
-            if mask is not None and mask.ndim == 4:
-                allowed = mask[row if mask.shape[0] > 1 else 0][:, queried, first_key : first_key + total]
-                allowed = pick(allowed, 0, chosen) if allowed.shape[0] > 1 else allowed
-            yield _Queried(
-                row=row,
-                queries=pick(queries[row, :, queried], 0, chosen),
-                keys=pick(keys[row, :, first_key : first_key + total], 0, [head // groups for head in chosen]),
-                mask=allowed,
-                first=past + offset,
-                step=step,
-                slot=slot,
-                head=first,
-                complete=first + each >= len(heads),
-            )
-
-
-def attention_scores(
-    want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> Iterator[Piece]:
-    """``scaling * queries . keys``, float32 ``[head, query, key]``, minus infinity where the mask forbids.
-
-    Args:
-        want: The heads and queries wanted.
-        rows: The rows of this forward.
-        queries: ``[batch, head, position, qk_dim]``.
-        keys: ``[batch, key heads, past, qk_dim]``, with everything in the cache.
-        mask: As the attention function took it: None, a padding mask, or ``[batch, heads or 1, position, past]``,
-            boolean (True: may attend) or additive.
-        scaling: Factor of the products.
-    """
-    for part in _queried(want, rows, queries, keys, mask):
-        yield part.piece(part.scores(scaling), unseen=-torch.inf)
-
-
-def attention_probabilities(
-    want: Want, rows: Rows, *, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> Iterator[Piece]:
-    """Softmax over the keys of `attention_scores`, float32 ``[head, query, key]``."""
-    for part in _queried(want, rows, queries, keys, mask):
-        if part.mask is None and attention_triton.fits(part.queries):
-            found = attention_triton.probabilities_on_cuda(
-                part.queries, part.keys, first=part.first, step=part.step, scaling=scaling
-            )
-        else:
-            found = part.scores(scaling).softmax(-1)
-        yield part.piece(found, unseen=0.0)
-
-
 def expert_outputs(want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Mapping[str, Any]]) -> torch.Tensor:
     """Weighted output of each slot, ``[token, slot, hidden]``, by calling the experts with one slot a row.
 
@@ -295,6 +157,7 @@ def expert_outputs(want: Want, rows: Rows, *, experts: tuple[torch.nn.Module, Ma
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **recomputed.FUNCTIONS,
+    **attention.FUNCTIONS,
     **{
         function.__name__: function
         for function in (
@@ -302,24 +165,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             final_state,
             states,
             chunk_states,
-            attention_scores,
-            attention_probabilities,
             expert_outputs,
         )
     },
 }
-
-
-def pick_heads(tensor: torch.Tensor, want: Want, axis: int) -> torch.Tensor:
-    """The heads wanted, of a tensor whose head axis is ``axis``."""
-    return tensor if want.heads is None else pick(tensor, axis, want.heads)
-
-
-def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``scores`` ``[head, query, key]`` under a mask, boolean or additive; its lowest number means minus infinity."""
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, -torch.inf)
-    return (scores + mask.float()).masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
 def _of(tensor: torch.Tensor, chosen: Sequence[int], rows: Rows) -> torch.Tensor:
@@ -330,16 +179,6 @@ def _of(tensor: torch.Tensor, chosen: Sequence[int], rows: Rows) -> torch.Tensor
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
-def pick(tensor: torch.Tensor, axis: int, numbers: Sequence[int]) -> torch.Tensor:
-    """Entries of an axis, as a view where they are evenly spaced; never by an index that the device would wait for."""
-    if len(numbers) == 1:
-        return tensor.narrow(axis, numbers[0], 1)
-    step = numbers[1] - numbers[0]
-    if step > 0 and all(after - before == step for before, after in pairwise(numbers)):
-        return tensor[(slice(None),) * axis + (slice(numbers[0], numbers[-1] + 1, step),)]
-    return torch.stack([tensor.select(axis, number) for number in numbers], axis)
-
-
 def _lengths(chosen: Sequence[int], rows: Rows, like: torch.Tensor) -> torch.Tensor | None:
     """Real tokens of the chosen rows on the device of ``like``, or None where all fill the forward."""
     counts = [rows.counts[row] for row in chosen]
@@ -347,12 +186,3 @@ def _lengths(chosen: Sequence[int], rows: Rows, like: torch.Tensor) -> torch.Ten
         return None
     lengths = torch.tensor(counts, dtype=torch.int32)
     return lengths.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else lengths
-
-
-def _products(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``scaling * queries @ keys`` of each head, summed and scaled in float32: ``[head, query, key]``."""
-    if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
-        # Products of two bfloat16 are exact in float32, so this is what casting first would give, much faster.
-        unread = queries.new_empty((), dtype=torch.float32)
-        return torch.baddbmm(unread, queries, keys.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scaling)
-    return (queries.float() @ keys.float().transpose(1, 2)).mul_(scaling)

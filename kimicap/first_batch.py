@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kimicap.architecture import Architecture, Want
-from kimicap.computed import Piece
 from kimicap.invariants import RouterRule, router_gap
 from kimicap.odd import odd_elements
 from kimicap.outcome import Check
+from kimicap.pieces import Piece
 from kimicap.selection import position_axis
 
 CHOICES = ("key", "slot", "source")

@@ -16,8 +16,8 @@ import torch
 from kimicap import computed, expressions
 from kimicap.architecture import Architecture, Want
 from kimicap.callsites import functions_of, origin_of, replaced
-from kimicap.computed import Piece, pick_heads
 from kimicap.errors import UsageError
+from kimicap.pieces import Piece, pick_heads
 from kimicap.reading import argument_of, item_of, own_layout
 from kimicap.rows import Rows, to_layout
 from kimicap.schema import Call, Site

@@ -12,9 +12,9 @@ import torch
 
 from kimicap import expressions
 from kimicap.architecture import Architecture, Want, read_architecture, resolve
-from kimicap.computed import Piece
 from kimicap.errors import UsageError
 from kimicap.hooks import Recorder
+from kimicap.pieces import Piece
 from kimicap.prepare import meant
 from kimicap.rows import Rows
 from kimicap.schema import Family, Schema, load_schema

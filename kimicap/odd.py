@@ -4,7 +4,7 @@ One reduction a piece tells whether anything is, on the piece's own device and w
 says so are elements counted, on the host, where they are by then.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ class Odd:
         self._layout = layout
         self._ends = np.zeros((layers, sequences, len(layout)), np.int32)
         self._signs: dict[tuple[int, str], torch.Tensor] = {}
-        self._sent: list[tuple[list[tuple[int, str]], torch.Tensor]] = []
+        self._gathered: dict[torch.device, tuple[list[tuple[int, str]], torch.Tensor]] = {}
+        self._sent: dict[torch.device, torch.Tensor] = {}
 
     def see(
         self, layer: int, sequences: slice, begins: Sequence[int], tensor: torch.Tensor, stored: torch.Tensor
@@ -60,23 +61,26 @@ class Odd:
         if stored.dtype == torch.float16:
             self._add(layer, "overflow", (torch.isfinite(tensor) & torch.isinf(stored)).sum())
 
-    def send(self, streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
-        """Starts the copy of what is known to the host, on each GPU's stream for copies; no more will come."""
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """Where what was gathered is."""
+        return self._gathered.keys()
+
+    def gather(self) -> None:
+        """Brings together what is known, on the current streams; no piece may come any more."""
         by_device: dict[torch.device, list[tuple[int, str]]] = {}
         for name, sign in self._signs.items():
             by_device.setdefault(sign.device, []).append(name)
         for device, names in by_device.items():
-            signs = torch.stack([self._signs[name].float() for name in names])
-            if device.type == "cuda":
-                streams[device].wait_stream(torch.cuda.current_stream(device))
-                signs.record_stream(streams[device])
-                with torch.cuda.stream(streams[device]):
-                    signs = signs.to("cpu", non_blocking=True)
-            self._sent.append((names, signs))
+            self._gathered[device] = names, torch.stack([self._signs[name].float() for name in names])
         self._signs.clear()
 
+    def send(self, device: torch.device) -> None:
+        """Starts the copy to the host of what was gathered on a GPU, on the current stream."""
+        self._sent[device] = self._gathered[device][1].to("cpu", non_blocking=True)
+
     def count(self, data: torch.Tensor) -> Iterator[tuple[int, str, int]]:
-        """Counts, once the copies are there.
+        """Counts, once what was gathered on a GPU is there.
 
         Args:
             data: The shard, ``[layer, sequence, *row]``, on the host.
@@ -84,8 +88,8 @@ class Odd:
         Yields:
             A block of the shard's, ``nonfinite`` or ``overflow``, and how many elements are.
         """
-        for names, signs in self._sent:
-            for (layer, kind), sign in zip(names, signs.tolist(), strict=True):
+        for device, (names, signs) in self._gathered.items():
+            for (layer, kind), sign in zip(names, self._sent.get(device, signs).tolist(), strict=True):
                 if kind == "overflow":
                     number = int(sign)
                 else:

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kimicap.assembly import Assembler, assemble
+from kimicap.assembly import Assembler
 from kimicap.batches import Sequences, form_batches
-from kimicap.computed import Piece
 from kimicap.errors import Stopped, UsageError
 from kimicap.events import Committed, Event, Progress
 from kimicap.first_batch import FirstBatch
@@ -22,6 +21,7 @@ from kimicap.forwards import Decoding, Runner
 from kimicap.frame import Frame
 from kimicap.hooks import Recorder
 from kimicap.outcome import Check, refuse_constant
+from kimicap.pieces import Piece, join
 from kimicap.plan import CapturePlan
 from kimicap.reading import refuse_missing
 from kimicap.selection import position_axis
@@ -245,8 +245,7 @@ class Loop:
     def _flush(self) -> None:
         """Rows of a decoded batch, made whole and placed."""
         for (key, block, sequence), pieces in self._block.pieces.items():
-            value = self._values[key]
-            self._put(key, block, sequence, assemble(pieces, value, value.row_shape))
+            self._put(key, block, sequence, join(pieces, self._values[key].row_dims))
         self._block.pieces.clear()
 
     def _put(self, key: str, block: int | None, sequence: int, piece: Piece) -> None:

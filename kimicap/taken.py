@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from kimicap.architecture import Architecture, Want
-from kimicap.computed import Piece
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
+from kimicap.pieces import Piece, join
 from kimicap.schema import Value
 from kimicap.selection import Positions, Request, position_axis
 
@@ -101,7 +101,7 @@ def take(
         handle.remove()
     with torch.inference_mode():
         values = {
-            place: {row: _whole(parts, layouts[place[0]]) for row, parts in rows.items()}
+            place: {row: join(parts, layouts[place[0]]).tensor for row, parts in rows.items()}
             for place, rows in pieces.items()
         }
     return Taken(tokens=tokens, values=values, outputs=outputs, state_step=FAST_STEP if fast else STATE_STEP)
@@ -110,24 +110,6 @@ def take(
 @contextmanager
 def _nothing() -> Any:
     yield
-
-
-def _whole(pieces: Sequence[Piece], layout: Sequence[str]) -> torch.Tensor:
-    """One row's pieces laid side by side along positions and heads; what they leave unseen where none lies."""
-    own = next((axis for axis in ("position", "query") if axis in layout), None)
-    if own is None:
-        return pieces[-1].tensor
-    begins = [{own: piece.slot, "head": piece.head} for piece in pieces]
-    places = [
-        tuple(slice(begin.get(dim, 0), begin.get(dim, 0) + size) for dim, size in zip(layout, shape, strict=True))
-        for begin, shape in zip(begins, (piece.tensor.shape for piece in pieces), strict=True)
-    ]
-    shape = [max(place[axis].stop for place in places) for axis in range(len(layout))]
-    first = pieces[0].tensor
-    whole = torch.full(shape, pieces[0].unseen, dtype=first.dtype)
-    for place, piece in zip(places, pieces, strict=True):
-        whole[place] = piece.tensor
-    return whole
 
 
 def axis_of(value: Value) -> int | None:

@@ -59,7 +59,7 @@ class Pending:
     Attributes:
         shards: Grid indices of every shard, by array.
         writes: Those that the store has.
-        queued: How many it does not have yet.
+        queued: How many it does not have yet, of those that are full.
         odd: Numbers of odd elements, by kind (``nonfinite``, ``overflow``), value and block of the model.
         dropped: Nobody wants them any more: those that the store does not have are let go.
     """
@@ -91,10 +91,14 @@ class Writers:
         with self._changed:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._in_store else 0.0)
 
-    def submit(self, shard: Shard, events: Sequence[torch.cuda.Event], pending: Pending) -> None:
-        """Queues a full shard, which is one of ``pending``."""
+    def expect(self, pending: Pending) -> None:
+        """Notes that one more shard of ``pending`` will be submitted."""
         with self._changed:
             pending.queued += 1
+
+    def submit(self, shard: Shard, events: Sequence[torch.cuda.Event], pending: Pending) -> None:
+        """Queues a full shard, which was expected, to be written when its copies are done."""
+        with self._changed:
             self._queue.append((shard, events, pending))
             self._changed.notify_all()
 
@@ -141,7 +145,7 @@ class Writers:
                     self._hand_over(shard, pending)
                     handed = True
             except BaseException as failure:  # told to the loop, which raises it
-                self._fail(storage_error(failure, self._store.path / shard.value.array.path))
+                self.fail(storage_error(failure, self._store.path / shard.value.array.path))
             if not handed:
                 self._slots.give(shard.slot)
             with self._changed:
@@ -166,7 +170,7 @@ class Writers:
             try:
                 write.result()
             except BaseException as failure:  # told to the loop, which raises it
-                self._fail(failure)
+                self.fail(failure)
             self._slots.give(shard.slot, written=True)
             with self._changed:
                 self._in_store -= 1
@@ -176,7 +180,8 @@ class Writers:
 
         return done
 
-    def _fail(self, failure: BaseException) -> None:
+    def fail(self, failure: BaseException) -> None:
+        """Has `check` raise ``failure`` from now on, and lets go of every shard that the store does not have."""
         self._failure = self._failure or failure
         self._slots.fail(self._failure)
         with self._changed:

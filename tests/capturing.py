@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from kimicap.architecture import Architecture, Want, read_architecture, resolve
-from kimicap.computed import Piece
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
+from kimicap.pieces import Piece
 from kimicap.schema import load_schema
 from kimicap.selection import parse_values, position_axis
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from kimicap import computed, kda
+from kimicap import attention, computed, kda
 from kimicap.check import check_model
 from kimicap.errors import UsageError
 from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
+from kimicap.pieces import Piece
 from kimicap.rows import Rows
 from kimicap.schema import load_schema
 from kimicap.selection import Positions
@@ -64,7 +65,7 @@ def reads(monkeypatch, name: str, change: Callable[[torch.Tensor, int | None], t
     monkeypatch.setattr(Recorder, "_read", read)
 
 
-def gives(monkeypatch, change: Callable[[str, computed.Piece], torch.Tensor]) -> None:
+def gives(monkeypatch, change: Callable[[str, Piece], torch.Tensor]) -> None:
     """Every piece is changed as it is handed over."""
     original = Recorder._give
 
@@ -97,7 +98,7 @@ def test_a_row_begins_one_token_late(model, monkeypatch):
 def test_the_padding_runs_through_the_final_state(model, monkeypatch):
     def padded(want, rows, *, returned, **factors):
         for row in range(len(rows.counts)):
-            yield computed.Piece(row=row, tensor=returned[row])
+            yield Piece(row=row, tensor=returned[row])
 
     monkeypatch.setitem(computed.FUNCTIONS, "final_state", padded)
     assert oracle_finds(model)
@@ -181,13 +182,13 @@ def test_positions_are_one_off(model, monkeypatch):
 
 
 def test_patterns_are_computed_without_the_mask(model, monkeypatch):
-    original = computed.attention_scores
+    original = attention._queried
 
-    def unmasked(want, rows, *, mask, **parts):
+    def unmasked(want, rows, queries, keys, mask):
         batch, width = len(rows.counts), rows.width_tokens
-        yield from original(want, rows, mask=torch.ones(batch, 1, width, width, dtype=torch.bool), **parts)
+        yield from original(want, rows, queries, keys, torch.ones(batch, 1, width, width, dtype=torch.bool))
 
-    monkeypatch.setattr(computed, "attention_scores", unmasked)
+    monkeypatch.setattr(attention, "_queried", unmasked)
     assert oracle_finds(model)
     assert "patterns_causal" in check_finds(model, ["patterns"])
 

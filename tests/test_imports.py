@@ -14,8 +14,8 @@ FILES = sorted(Path(kimicap.__file__).parent.glob("*.py"))
 LONGEST_LINES = 360
 
 ALLOWED = {
-    "torch": "assembly attention_triton callsites check compared computed first_batch forwards hooks invariants kda "
-    "kda_chunks kda_triton notebook odd reading recomputed rows session slots taken writers",
+    "torch": "assembly attention attention_triton callsites check compared computed copies first_batch forwards hooks "
+    "invariants kda kda_chunks kda_triton notebook odd pieces reading recomputed rows session slots taken writers",
     "triton": "attention_triton kda_triton",
     "zarr": "arrays",
     "tensorstore": "shards store",

@@ -16,7 +16,7 @@ def counts(layout, pieces, *, layers=2, sequences=3, extent=4, fill=torch.nan, d
         part = data[layer, rows][:, *place]
         part.copy_(tensor)
         odd.see(layer, rows, begins, tensor, part)
-    odd.send({})
+    odd.gather()
     return {(layer, kind): number for layer, kind, number in odd.count(data)}
 
 

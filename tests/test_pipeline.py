@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from kimicap import grid
 from kimicap.architecture import family_of_config, read_architecture, resolve
-from kimicap.computed import Piece
 from kimicap.errors import KimicapError, RoomError, UsageError
 from kimicap.events import Committed
+from kimicap.pieces import Piece
 from kimicap.pipeline import Loop, Work
 from kimicap.plan import forward_group, plan_capture
 from kimicap.schema import load_schema

@@ -206,6 +206,7 @@ def test_patterns_are_those_of_eager_attention():
 def test_patterns_are_computed_a_slice_of_heads_at_a_time(model, monkeypatch):
     whole = capture_prompts(model, ROWS, ["patterns", "states@all"])
     monkeypatch.setattr("kimicap.computed.SLICE_BYTES", 1)
+    monkeypatch.setattr("kimicap.attention.SLICE_BYTES", 1)
     sliced = capture_prompts(model, ROWS, ["patterns", "states@all"])
     assert whole.keys() == sliced.keys()
     for place, expected in whole.items():

@@ -1,0 +1,181 @@
+"""The copier with tensors of the CPU in the place of a GPU's: order, bound, failure, and what is held on to."""
+
+import gc
+import time
+import weakref
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from kimicap import assembly, copies
+from kimicap.copies import Copier
+from kimicap.errors import KimicapError
+from kimicap.odd import Odd
+from kimicap.pieces import Piece
+from kimicap.writers import Pending
+from tests.test_pipeline import VALUES, capture, expected, run, shards_of
+
+
+class Event:
+    """Counts how many were recorded and not waited for."""
+
+    recorded = waited = most = 0
+
+    def __init__(self, blocking=False):
+        self.blocking = blocking
+
+    def synchronize(self):
+        assert self.blocking
+        Event.waited += 1
+
+
+class Stream:
+    def __init__(self, device):
+        self.device = device
+
+    def wait_event(self, event):
+        assert isinstance(event, Event)
+
+    def record_event(self, event=None):
+        if event is not None:
+            Event.recorded += 1
+            Event.most = max(Event.most, Event.recorded - Event.waited)
+        return event or Event()
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    Event.recorded = Event.waited = Event.most = 0
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(assembly, "_on_gpu", lambda tensor: True)
+
+
+class Writers:
+    def __init__(self):
+        self.failures, self.shards = [], []
+
+    def fail(self, failure):
+        self.failures.append(failure)
+
+    def expect(self, pending):
+        pending.queued += 1
+
+    def submit(self, shard, events, pending):
+        self.shards.append((shard, shard.target.clone()))
+
+
+class Shard:
+    def __init__(self, target):
+        self.target, self.odd = target, Odd((), layers=1, sequences=1)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("lengths", [[5, 9, 20, 20, 1, 7, 7, 7], [12] * 8])
+def test_every_bit_arrives(values, lengths, monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 2**10)
+    with shards_of(2**13, 2**14, 2**10):
+        model, store, _ = capture(lengths, values, block=4, batch_tokens=60, batch_size=None, memory=2**22)
+        run(model)
+        store.close()
+    assert set(store.records) == {0, 1}
+    for value in model.plan.values:
+        np.testing.assert_array_equal(store.arrays[value.array.path], expected(model, value), err_msg=value.key)
+
+
+def test_few_short_copies_are_under_way_and_a_shard_follows_its_own(monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 64)
+    writers = Writers()
+    copier, target = Copier(writers), torch.zeros(3, 2, 40)
+    for row in range(3):
+        copier.copy(target[row, :, :30], torch.full((2, 30), float(row + 1)))
+    pending = Pending()
+    copier.submit(Shard(target), pending)
+    assert pending.queued == 1
+    copier.copy(target, torch.full((3, 2, 40), 9.0))
+    copier.close()
+    ((_, seen),) = writers.shards
+    assert seen[:, :, :30].mean((1, 2)).tolist() == [1, 2, 3]
+    assert (seen[:, :, 30:] == 0).all()
+    assert (target == 9).all()
+    assert Event.recorded > 20
+    assert Event.most <= copies.UNDER_WAY + 2  # the shard has one too
+    assert not writers.failures
+
+
+def test_small_copies_share_one_event(monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 400)
+    copier, target = Copier(Writers()), torch.zeros(100, 4)
+    for row in range(100):
+        copier.copy(target[row], torch.full((4,), float(row)))
+    copier.close()
+    assert target[:, 0].tolist() == list(range(100))
+    assert Event.recorded == 4
+
+
+def test_a_copy_that_fails_is_told_and_shards_still_come_through():
+    writers = Writers()
+    copier, target = Copier(writers), torch.zeros(4)
+    copier.copy(target, torch.zeros(5))
+    copier.submit(Shard(target), Pending())
+    copier.close()
+    assert len(writers.failures) == 1
+    assert len(writers.shards) == 1
+
+
+def test_a_failed_copy_ends_the_run(monkeypatch):
+    def broken(target, source):
+        raise KimicapError("The copy is broken.")
+
+    monkeypatch.setattr(copies, "_parts", broken)
+    model, store, _ = capture([20] * 8, "residuals", block=4, batch_tokens=80, batch_size=None, memory=2**24)
+    with pytest.raises(KimicapError, match=r"^The copy is broken\.$"):
+        run(model)
+    store.close()
+    assert not store.records
+
+
+def test_what_was_copied_is_let_go(monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 4)
+    copier, target, sources = Copier(Writers()), torch.zeros(4), []
+    for number in range(20):
+        source = torch.full((4,), float(number))
+        sources.append(weakref.ref(source))
+        copier.copy(target, source)
+        del source
+    while copier._jobs.qsize():
+        time.sleep(0.01)
+    time.sleep(0.05)
+    gc.collect()
+    assert sum(source() is not None for source in sources) <= copies.UNDER_WAY
+    copier.close()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_models_own_tensor_may_change_after_the_forward(fresh, monkeypatch):
+    started = []
+
+    def late(target, source):
+        time.sleep(0.05)
+        started.append(source)
+        yield target, source
+
+    monkeypatch.setattr(copies, "_parts", late)
+    model, store, _ = capture([4] * 4, "layer_output@layers:0", block=4, batch_tokens=16, batch_size=None, memory=2**22)
+    (value,) = model.plan.values
+    tensor = torch.ones(4, *value.row_shape)
+    assembler = model.loop._assembler
+    assembler.put(value.key, 0, 0, Piece(row=0, rows=4, tensor=tensor, fresh=fresh))
+    if not fresh:
+        tensor.fill_(7)
+    assembler.close()
+    store.close()
+    assert (store.arrays[value.array.path] == 1).all()
+    assert (started[0].data_ptr() == tensor.data_ptr()) == fresh
