@@ -37,8 +37,13 @@ def main() -> None:
         torch.cuda.set_device(rank.local)
     device = f"cuda:{rank.local}" if on_gpu else "cpu"
     subject = build(shape, mine, batch_rows=8, row_tokens=2048 if on_gpu else 64, device=device)
+    measure(subject, folder, rank)
+
+
+def measure(subject: Subject, folder: Path, rank: Rank) -> None:
+    """The captures of one model, by all processes and by one."""
     prepared = subject.prepared(VALUES, batches=16, block_sequences=8)
-    slots = Slots(prepared.settings.memory, pinned=on_gpu)
+    slots = subject.slots(prepared)
     subject.capture(prepared, slots)  # tunes the kernels and pins the slots
     together, alone = folder / "together.zarr", folder / "alone.zarr"
     taken: dict[str, list[float]] = {"together": [], "alone": []}
