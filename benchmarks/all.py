@@ -66,6 +66,7 @@ def rows(subject: Subject, batches: int, repeats: int, *, gpu: bool) -> dict[str
     for name, case in capture.TO_DISK.items():
         found[name] = partial(capture.to_disk, subject, case, **given)
     found["files"] = lambda: disk.files(subject.folder)
+    found["reading"] = lambda: disk.reading(subject.folder, repeats=repeats)
     if gpu:
         found["peers"] = lambda: peers.against_peers(subject, **given)
         found["encoding"] = lambda: capture.encoding(subject, **given)

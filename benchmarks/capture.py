@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.harness import Result, alternate, over, seconds
-from benchmarks.subject import Subject, create, scratch, whole_shards, write_directly
+from benchmarks.subject import Subject, clear, create, scratch, whole_shards, write_directly
 
 USUAL = ["residuals", "router_logits", "expert_indices"]
 ROUTING = ["router_logits", "expert_indices", "state_output"]
@@ -87,6 +87,7 @@ def to_disk(subject: Subject, case: Case, *, batches: int, repeats: int) -> Iter
                 "capture": lambda: subject.capture(prepared, slots, create(prepared, folder / "capture.zarr")),
             },
             repeats=repeats,
+            before=lambda: clear(folder),  # gigabytes take a while to delete
         )
     slots.close()
     ratio, spread = over(taken["capture"], taken["bare"], taken["direct"])

@@ -1,7 +1,8 @@
 """Rows that need no GPU: kimicap's writing over tensorstore's, reading back, bytes and files."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import xarray
 from transformers import KimiLinearConfig
 
 from benchmarks.harness import Result, alternate, over
-from benchmarks.subject import SHAPES, Subject, create, scratch, whole_shards
+from benchmarks.subject import SHAPES, Subject, create, scratch, whole_shards, write_directly
 from kimicap.assembly import Assembler
 from kimicap.config import load_settings
 from kimicap.layout import ArrayLayout
@@ -44,25 +45,11 @@ def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]
             detail={**taken, "bytes": prepared.plan.nbytes},
         )
         yield _bytes_on_disk(prepared, folder)
-        yield _reading(prepared, folder, repeats)
 
 
 def files(folder: Path) -> Iterator[Result]:
     """Files a terabyte, of the plan of usual values at the 48B shape, 512 rows of 2048 tokens; no model is needed."""
-    shape = folder / "shape-48b"
-    KimiLinearConfig(**{key: value for key, value in SHAPES["48b"].items() if key != "dtype"}).save_pretrained(shape)
-    rows = folder / "rows-512-2048.jsonl"
-    rows.write_text("\n".join(json.dumps({"input_ids": [7] * 2048}) for _ in range(512)))
-    given = {
-        "model": str(shape),
-        "random_weights": True,
-        "dataset": str(rows),
-        "input_ids_column": "input_ids",
-        "tokenizer": "bytes",
-        "values": ["residuals", "router_logits", "expert_indices"],
-        "out": str(folder / "none.zarr"),
-    }
-    plan = prepare(load_settings(None, given)).plan
+    plan = _at_48b(folder, ["residuals", "router_logits", "expert_indices"], rows=512).plan
     per_terabyte = plan.files / plan.nbytes * 1e12
     yield Result(
         name="files a terabyte, as planned at the 48B shape",
@@ -71,6 +58,59 @@ def files(folder: Path) -> Iterator[Result]:
         spread=(per_terabyte, per_terabyte),
         detail={"files": plan.files, "bytes": plan.nbytes},
     )
+
+
+def reading(folder: Path, *, repeats: int) -> Iterator[Result]:
+    """One layer of a value at the 48B shape read with xarray, over numpy reading as many decompressed bytes."""
+    prepared = _at_48b(folder, ["layer_output@layers:0-2"], rows=8)
+    path = folder / "reading"
+    path.mkdir()
+    opened = create(prepared, path / "capture.zarr")
+    write_directly(opened, whole_shards(prepared))
+    read: Callable[[], np.ndarray] = lambda: (  # noqa: E731
+        xarray.open_datatree(opened.path, engine="zarr")["layers/layer_output"].isel(layer=1).values
+    )
+    layer = read()
+    np.save(path / "layer.npy", layer)
+    for whence, before in (("the page cache", lambda: None), ("the disk", lambda: _forget(path))):
+        taken = alternate(
+            {"numpy": lambda: np.load(path / "layer.npy"), "xarray": read}, repeats=repeats, before=before
+        )
+        ratio, spread = over(taken["xarray"], taken["numpy"])
+        yield Result(
+            name=f"reading one layer with xarray over numpy reading it decompressed, from {whence}",
+            target="<= 2",
+            measured=ratio,
+            spread=spread,
+            detail={**taken, "bytes": layer.nbytes},
+        )
+
+
+def _forget(folder: Path) -> None:
+    """Has the page cache let go of the files in a folder."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _at_48b(folder: Path, values: list[str], *, rows: int) -> Prepared:
+    """A plan for rows of 2048 tokens at the 48B shape."""
+    shape = folder / "shape-48b"
+    KimiLinearConfig(**{key: value for key, value in SHAPES["48b"].items() if key != "dtype"}).save_pretrained(shape)
+    file = folder / f"rows-{rows}-2048.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": [7] * 2048}) for _ in range(rows)))
+    given = {
+        "model": str(shape),
+        "random_weights": True,
+        "dataset": str(file),
+        "input_ids_column": "input_ids",
+        "tokenizer": "bytes",
+        "values": values,
+        "out": str(folder / "none.zarr"),
+    }
+    return prepare(load_settings(None, given))
 
 
 def _rows(prepared: Prepared) -> dict[str, np.ndarray]:
@@ -123,29 +163,4 @@ def _bytes_on_disk(prepared: Prepared, folder: Path) -> Result:
         measured=ratio,
         spread=(ratio, ratio),
         detail={"stored": stored, "codec": "lz4"},
-    )
-
-
-def _reading(prepared: Prepared, folder: Path, repeats: int) -> Result:
-    """One layer of the value read with xarray, over numpy reading as many decompressed bytes."""
-    array = prepared.plan.values[0].array
-    tree = xarray.open_datatree(folder / "kimicap.zarr", engine="zarr")
-    layer = tree[array.path].isel(layer=1).values
-    np.save(folder / "layer.npy", layer)
-    taken = alternate(
-        {
-            "numpy": lambda: np.load(folder / "layer.npy"),
-            "xarray": lambda: (
-                xarray.open_datatree(folder / "kimicap.zarr", engine="zarr")[array.path].isel(layer=1).values
-            ),
-        },
-        repeats=repeats,
-    )
-    ratio, spread = over(taken["xarray"], taken["numpy"])
-    return Result(
-        name="reading one layer of one value with xarray over numpy reading the same bytes decompressed",
-        target="<= 2",
-        measured=ratio,
-        spread=spread,
-        detail={**taken, "bytes": layer.nbytes},
     )

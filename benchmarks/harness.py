@@ -54,15 +54,21 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def alternate(runs: dict[str, Callable[[], object]], *, repeats: int = 5, warm: bool = True) -> dict[str, list[float]]:
-    """Seconds of each run, ``repeats`` times in turn, after one of each unmeasured."""
-    if warm:
-        for run in runs.values():
-            seconds(run)
+def alternate(
+    runs: dict[str, Callable[[], object]],
+    *,
+    repeats: int = 5,
+    warm: bool = True,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each run, ``repeats`` times in turn, after one of each unmeasured; ``before`` each, not timed."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for repeat in range(repeats + warm):
         for name, run in runs.items():
-            taken[name].append(seconds(run))
+            before()
+            took = seconds(run)
+            if repeat >= warm:
+                taken[name].append(took)
     return taken
 
 

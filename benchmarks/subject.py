@@ -211,6 +211,12 @@ def build(shape: str, folder: Path, *, batch_rows: int, row_tokens: int, device:
     return Subject(model=model, folder=folder, vocab=config.vocab_size, row_tokens=row_tokens, batch_rows=batch_rows)
 
 
+def clear(folder: Path) -> None:
+    """Deletes what is in a folder."""
+    for entry in folder.iterdir():
+        shutil.rmtree(entry)
+
+
 @contextmanager
 def scratch(parent: str | None = None) -> Iterator[Path]:
     """A folder that is gone afterwards; on the disk, or under ``parent``."""
