@@ -107,10 +107,24 @@ def load_model(settings: Settings, architecture: Architecture) -> "torch.nn.Modu
             "--dtype."
         ) from None
     check_class(model, architecture)
+    _unpack(model)
     _set_attention(model.get_submodule(architecture.match.inside), settings.attention)
     bring_in_uncalled(model, architecture)
     found: torch.nn.Module = model.requires_grad_(False).eval()
     return found
+
+
+def _unpack(model: Any) -> None:
+    """Unpacks weights that compressed-tensors would unpack when the whole model is first called.
+
+    Captures call parts of it alone, whose experts would have no weights. All come out as bfloat16.
+    """
+    if not hasattr(model, "ct_decompress_hook"):
+        return
+    model.hf_quantizer.compressor.decompress_model(model)
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme") and module.weight.dtype != model.dtype:
+            module.to(model.dtype)
 
 
 def _pretrained(settings: Settings, options: Mapping[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Stand-ins with random weights that keep activations of order one, in memory or as folders to load."""
 
+import copy
 import json
 import math
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from tests.standins import modeling_kimi
 from tests.standins.configuration_kimi import KimiLinearConfig as RemoteConfig
@@ -89,6 +91,44 @@ def add_code(folder: Path, found: type) -> Path:
     tree["auto_map"] = {"AutoConfig": config, "AutoModelForCausalLM": f"{code}.{name}"}
     path.write_text(json.dumps(tree))
     return folder
+
+
+def save_quantised(folder: Path, model: torch.nn.Module, quantisation: dict[str, Any]) -> Path:
+    """As `save_with_code`, with the linear layers that ``quantisation`` does not ignore packed by compressed-tensors.
+
+    The weights of ``model`` become what the packed ones stand for: groups of 32 of 4-bit floats with a power of two.
+    """
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    packed = copy.deepcopy(model)
+    config = QuantizationConfig.model_validate({**quantisation, "quantization_status": "initialized"})
+    apply_quantization_config(packed, config, run_compressed=False)
+    for name, module in packed.named_modules():
+        if hasattr(module, "quantization_scheme"):
+            scale, weight = _four_bits(module.weight)
+            module.weight_scale.data = scale.to(module.weight_scale.dtype)
+            model.get_submodule(name).weight.data = weight
+            module.weight.data = weight.clone()
+    ModelCompressor(quantization_config=config).compress_model(packed)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.contiguous() for name, tensor in packed.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+    add_code(folder, type(model))
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
+    return folder
+
+
+def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Powers of two ``[row, group]``, and ``weight`` rounded to the nearest of MXFP4's numbers times these."""
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = torch.cat([-levels.flip(0), levels])
+    groups = weight.detach().float().unflatten(1, (-1, 32))
+    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1) / 6)))
+    nearest = (groups[..., None] / scale[..., None, None] - levels).abs().argmin(-1)
+    return scale, (levels[nearest] * scale[..., None]).flatten(1).to(weight.dtype)
 
 
 def _finished(model: torch.nn.Module, seed: int, dtype: torch.dtype, attention: str) -> torch.nn.Module:
