@@ -48,7 +48,7 @@ class Store:
         self.path = path
         self.layouts = layouts
         self.record = record
-        self._context = ts.Context(_CONTEXT)
+        self._context = ts.Context({**_CONTEXT, "data_copy_concurrency": {"limit": _processors()}})
         self._handles: dict[str, Any] = {}
         self._opening = threading.Lock()
         self._writes: dict[tuple[str, tuple[int, ...]], Write] = {}
@@ -175,6 +175,14 @@ class Store:
     def _entry(self, array: str, index: tuple[int, ...]) -> dict[str, Any]:
         """How a block's record tells of one shard."""
         return {"index": list(index), "bytes": size_bytes(self.shard_file(array, index))}
+
+
+def _processors() -> int:
+    """Processors that this process may use, of which a batch job has a few: as many threads encode.
+
+    Tensorstore would take all of the machine's, and crowd out the thread that drives the model.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def create(

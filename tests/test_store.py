@@ -474,3 +474,9 @@ def test_open_and_info(tmp_path):
     on_disk = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*") if file.is_file())
     assert told["stored_bytes"] == on_disk
     json.dumps(told)
+
+
+def test_as_many_threads_encode_as_the_process_may_use_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
+    opened = one_array(tmp_path / "c.zarr")
+    assert opened._context["data_copy_concurrency"].to_json() == {"limit": 3}
