@@ -50,7 +50,7 @@ $(OLD_STAMP): TRANSFORMERS := transformers==4.57.6
 $(STAMP) $(OLD_STAMP): pyproject.toml
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(TORCH)
-	$(@D)/bin/python -m pip install --quiet --editable ".[test,plots]" "$(TRANSFORMERS)"
+	$(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable ".[test,plots]" "$(TRANSFORMERS)"
 	touch $@
 
 clean:

@@ -124,6 +124,12 @@ def family_of_config(schema: Schema, config: Mapping[str, Any], *, code: str | N
         for match in family.matches
     )
     hint = f"loaded by its checkpoint's own {code}.py" if code else "in transformers' own code"
+    matches = (match for family in schema.families.values() for match in family.matches)
+    if code is None and any(match.model_type == model_type for match in matches):
+        raise UsageError(
+            f"The model {model} has model_type {model_type!r}, which kimicap knows by its checkpoint's own code; add "
+            "--trust-remote-code."
+        )
     raise UsageError(
         f"The model {model} has model_type {model_type!r} {hint}, which no family of the schema covers: {known}. "
         "Choose a model of one of these, or add a family with --schema."
@@ -213,7 +219,7 @@ def _named_elsewhere(
 def _none_left(architecture: Architecture, request: Request, layers: str | None) -> str:
     text, what = _layers_text(request, layers)
     return (
-        f"{what} {text} holds no {request.value.key}; it exists in "
+        f"{what}{' ' if request.layers is None else ':'}{text} holds no {request.value.key}; it exists in "
         f"{ranges(architecture.blocks_of(request.value))}. Choose among these."
     )
 

@@ -73,7 +73,8 @@ def _body(  # type: ignore[no-untyped-def]
         scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
         before = largest
         largest = tl.maximum(largest, tl.max(scores, axis=1))
-        summed = summed * tl.exp(before - largest) + tl.sum(tl.exp(scores - largest[:, None]), axis=1)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)  # while no score is finite, nothing is summed
+        summed = summed * tl.exp(before - shift) + tl.sum(tl.exp(scores - shift[:, None]), axis=1)
 
     for start in tl.range(0, seen, BLOCK_K):
         at = start + key
@@ -85,7 +86,7 @@ def _body(  # type: ignore[no-untyped-def]
         shares = tl.exp(scores - largest[:, None]) / summed[:, None]
         tl.store(found + at[None, :], shares, mask=query_in[:, None] & (at < total)[None, :])
 
-    none = tl.zeros([BLOCK_Q, BLOCK_K], dtype=tl.float32)
+    none = tl.zeros([BLOCK_Q, BLOCK_K], dtype=tl.float32) + (summed * 0)[:, None]  # NaN where the others are
     for start in tl.range((seen + BLOCK_K - 1) // BLOCK_K * BLOCK_K, total, BLOCK_K):
         at = start + key
         tl.store(found + at[None, :], none, mask=query_in[:, None] & (at < total)[None, :])

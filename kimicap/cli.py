@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import os
 import signal
 import sys
 import traceback
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="kimicap",
     help="Capture what happens inside Kimi-Linear and Kimi-K3 to labelled zarr arrays.",
-    epilog="Exit codes: 0 done; 1 unexpected failure; 2 wrong usage or settings; 3 capture and settings disagree; "
-    "4 not enough disk or memory; 75 stopped by a signal, to be resumed.",
+    epilog="Exit codes: 0 done; 1 unexpected failure, or a check did not pass; 2 wrong usage or settings; "
+    "3 the capture on disk is damaged, or does not fit; 4 not enough disk or memory; "
+    "75 stopped by a signal, to be resumed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,6 +87,10 @@ def _command(name: str, *, settings: bool = False) -> Callable[[Callable[..., No
             flags = {key: given.pop(key) for key in list(given) if key not in names}
             try:
                 function(**given, **({"flags": flags} if settings else {}))
+                sys.stdout.flush()
+            except BrokenPipeError:  # whoever read stdout has gone: `kimicap values | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(128 + signal.SIGPIPE) from None
             except (Exception, KeyboardInterrupt) as error:
                 if isinstance(error, (typer.Exit, typer.Abort)):
                     raise
@@ -288,7 +294,7 @@ def verify_command(
     unmended = [damage for damage in damages if damage.block not in taken]
     if unmended:
         remedy = "begin another capture" if repair else "--repair takes them back for `kimicap run --resume`"
-        raise MismatchError(f"{capture} has {len(unmended)} damage(s); {remedy}.")
+        raise MismatchError(f"{capture} is damaged in {len(unmended)} place{'s'[: len(unmended) > 1]}; {remedy}.")
 
 
 @_command("seal")

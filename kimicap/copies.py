@@ -20,11 +20,19 @@ UNDER_WAY = 3
 """Copies of that size given to a GPU at once: the thread has 5 ms to wake, and a model's own read waits 7 at most."""
 
 
+QUEUED_SHARE = 4
+"""Sources whose copy has not begun take at most one part in so many of a GPU's free memory, or QUEUED_BYTES."""
+QUEUED_BYTES = 2**30
+
+
 class Copier:
     """Takes rows to their slots, and full shards on to the writers. Its methods are for one thread, another's."""
 
     def __init__(self, writers: Writers) -> None:
         self._writers = writers
+        self._queued_bytes: dict[torch.device, int] = {}
+        self._most_bytes: dict[torch.device, int] = {}
+        self._fewer = threading.Condition()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._under_way: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
@@ -35,6 +43,8 @@ class Copier:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy of what ``source`` is when its device's current stream has come here.
 
+        Waits where too much of the device's memory is held by copies that have not begun.
+
         Args:
             target: Pinned host memory.
             source: Contiguous, on a GPU, of the target's shape and dtype. Nobody may write to it any more.
@@ -42,7 +52,12 @@ class Copier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="kimicap-copier", daemon=True)
             self._thread.start()
-        self._jobs.put(partial(self._copy, target, source, _here(source.device)))
+        device, most = source.device, self._most(source.device)
+        with self._fewer:
+            queued: Callable[[], int] = lambda: self._queued_bytes.get(device, 0)  # noqa: E731
+            self._fewer.wait_for(lambda: not queued() or queued() + source.nbytes <= most)
+            self._queued_bytes[device] = queued() + source.nbytes
+        self._jobs.put(partial(self._copy, target, source, _here(device)))
 
     def submit(self, shard: Shard, pending: Pending) -> None:
         """Queues a full shard for the writers, behind the copies of its rows."""
@@ -65,32 +80,37 @@ class Copier:
         with torch.inference_mode():
             while self._do_next():
                 pass
-            for stream in self._streams.values():
-                stream.synchronize()
 
     def _do_next(self) -> bool:
         """The next job; False after the last. Nothing of it is held on to while the one after is waited for."""
         job = self._jobs.get()
-        if job is None:
-            return False
         try:
+            if job is None:
+                for stream in self._streams.values():
+                    stream.synchronize()
+                return False
             job()
         except BaseException as failure:  # told to the loop, which raises it
             self._writers.fail(failure)
-        return True
+        return job is not None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
-        if self._given and self._given[-1].device != source.device:
-            self._mark()
-        stream = self._stream(source.device)
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            for to, of in _parts(target, source):
-                to.copy_(of, non_blocking=True)
-                self._given.append(of)
-                self._given_bytes += of.nbytes
-                if self._given_bytes >= PART_BYTES:
-                    self._mark()
+        try:
+            if self._given and self._given[-1].device != source.device:
+                self._mark()
+            stream = self._stream(source.device)
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                for to, of in _parts(target, source):
+                    self._given.append(of)
+                    self._given_bytes += of.nbytes
+                    to.copy_(of, non_blocking=True)
+                    if self._given_bytes >= PART_BYTES:
+                        self._mark()
+        finally:
+            with self._fewer:
+                self._queued_bytes[source.device] -= source.nbytes
+                self._fewer.notify_all()
 
     def _mark(self) -> None:
         """Holds on to what was given until it is copied, and waits where too much is under way."""
@@ -98,7 +118,8 @@ class Copier:
         self._under_way.append((event, self._given))
         self._given, self._given_bytes = [], 0
         while len(self._under_way) > UNDER_WAY:
-            self._under_way.popleft()[0].synchronize()
+            self._under_way[0][0].synchronize()
+            self._under_way.popleft()  # not before: the memory of its sources would be used again
 
     def _submit(self, shard: Shard, pending: Pending, ready: Mapping[torch.device, torch.cuda.Event]) -> None:
         events: list[torch.cuda.Event] = []
@@ -108,8 +129,15 @@ class Copier:
                 with torch.cuda.stream(self._stream(device)):
                     shard.odd.send(device)
             events = [stream.record_event(_event()) for stream in self._streams.values()]
-        finally:
-            self._writers.submit(shard, events, pending)
+        except BaseException as failure:  # told first: the writers must not take the shard for whole
+            self._writers.fail(failure)
+        self._writers.submit(shard, events, pending)
+
+    def _most(self, device: torch.device) -> int:
+        """Bytes that may be queued, by what is free when the device is first copied from."""
+        if device not in self._most_bytes:
+            self._most_bytes[device] = max(QUEUED_BYTES, torch.cuda.mem_get_info(device)[0] // QUEUED_SHARE)
+        return self._most_bytes[device]
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

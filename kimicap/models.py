@@ -291,7 +291,11 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
             yield
     except (OSError, ValueError, ImportError, KeyError, StrictDataclassError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")[:300]
+        reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".,")[:300]
+        if "does not recognize this architecture" in reason:
+            remedy = "install a newer transformers, or give a checkpoint with its own code and --trust-remote-code"
+        elif "couldn't connect" in reason:
+            remedy = "check the name and the connection, or give a local folder"
         raise UsageError(f"The {what} {name} cannot be loaded: {reason}. To mend it, {remedy}.") from error
 
 

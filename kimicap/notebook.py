@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kimicap import expressions
-from kimicap.architecture import Architecture, Want, read_architecture, resolve
+from kimicap.architecture import Architecture, Want, ranges, read_architecture, resolve
 from kimicap.errors import UsageError
 from kimicap.hooks import Recorder
 from kimicap.pieces import Piece
@@ -20,8 +20,14 @@ from kimicap.rows import Rows
 from kimicap.schema import Family, Schema, load_schema
 from kimicap.selection import Positions, parse_values, position_axis
 
-Blocks = dict[int | None, torch.Tensor]
-"""Tensors ``[batch, *layout]`` by the block's number in the model; None for values of the whole model."""
+
+class Blocks(dict[int | None, torch.Tensor]):
+    """Tensors ``[batch, *layout]`` by the block's number in the model; None for values of the whole model."""
+
+    def __missing__(self, block: int | None) -> torch.Tensor:
+        blocks = sorted(found for found in self if found is not None)
+        there = f"those of {ranges(blocks)}" if blocks else "[None], of the whole model"
+        raise UsageError(f"The value was not captured in block {block}; there are {there}.")
 
 
 class Captured(Mapping[str, Blocks]):
@@ -212,7 +218,7 @@ class _Forward:
         """The tensors of one value, by block."""
         want = next(want for want in self.wants if key in {want.value.key + s for s in ("", "_top", "_top_ids")})
         blocks = sorted((block for found, block in self.pieces if found == key), key=lambda block: block or 0)
-        return {block: _whole(want, self.pieces[key, block], self.rows) for block in blocks}
+        return Blocks({block: _whole(want, self.pieces[key, block], self.rows) for block in blocks})
 
 
 def _whole(want: Want, pieces: Sequence[Piece], rows: Rows) -> torch.Tensor:

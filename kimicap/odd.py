@@ -11,12 +11,19 @@ import torch
 
 
 def odd_elements(tensor: torch.Tensor, layout: Sequence[str]) -> torch.Tensor:
-    """True at NaN and infinity, but for what a value may be: minus infinity at masked keys, NaN at sources to come."""
+    """True at NaN and infinity, but for what a row of a value may be.
+
+    That is minus infinity at masked keys; and NaN at sources to come, which all tokens lack, but never the last source,
+    the running sum.
+    """
+    odd = ~torch.isfinite(tensor)
     if "key" in layout:
-        return ~torch.isfinite(tensor) & (tensor != -torch.inf)
-    if "source" in layout:
-        return torch.isinf(tensor)
-    return ~torch.isfinite(tensor)
+        return odd & (tensor != -torch.inf)
+    if layout and layout[-1] == "source":
+        lacking = tensor.isnan().all(0, keepdim=True)
+        lacking[..., -1:] = False
+        return odd & ~lacking
+    return odd
 
 
 class Odd:
@@ -53,8 +60,6 @@ class Odd:
         np.maximum(ends, np.add(begins, tensor.shape[1:]), out=ends)
         if "key" in self._layout:
             sign = tensor.amax()  # NaN and infinity prevail, minus infinity does not
-        elif "source" in self._layout:
-            sign = tensor.nan_to_num(0.0, torch.inf, -torch.inf).sum(dtype=torch.float32)
         else:
             sign = tensor.sum(dtype=torch.float32)
         self._add(layer, "nonfinite", sign)

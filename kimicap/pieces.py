@@ -45,11 +45,15 @@ class Piece:
                 yield replace(self, row=self.row + at, rows=None, tensor=self.tensor[at])
 
 
-def join(pieces: Sequence[Piece], layout: Sequence[str]) -> Piece:
+def join(pieces: Sequence[Piece], layout: Sequence[str], *, keys: int = 0) -> Piece:
     """Pieces of one row, perhaps of several forwards, as one piece from the first slot and head on.
 
-    They lie side by side along positions and heads, and the later holds where two are at one place. ``layout`` has the
-    names of a tensor's axes.
+    They lie side by side along positions and heads, and the later holds where two are at one place.
+
+    Args:
+        pieces: At least one.
+        layout: Names of a tensor's axes.
+        keys: How many the row has in the end, of which the pieces may have seen fewer.
     """
     places = []
     for piece in pieces:
@@ -58,6 +62,8 @@ def join(pieces: Sequence[Piece], layout: Sequence[str]) -> Piece:
         sizes = zip(starts, piece.tensor.shape, strict=True)
         places.append(tuple(slice(start, start + size) for start, size in sizes))
     shape = [max(place[axis].stop for place in places) for axis in range(len(layout))]
+    if "key" in layout:
+        shape[layout.index("key")] = max(keys, shape[layout.index("key")])
     last = pieces[-1]
     whole = torch.full(shape, last.unseen, dtype=last.tensor.dtype, device=last.tensor.device)
     for place, piece in zip(places, pieces, strict=True):

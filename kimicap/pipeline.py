@@ -130,8 +130,8 @@ class Loop:
             return
         kept = self._block.pieces.setdefault((key, block, sequence), [])
         value = self._values[key]
-        if not any(dim.endswith("position") or dim.startswith("query") for dim in value.array.dims):
-            kept.clear()
+        if position_axis(value.want.value) is None or value.want.request.positions.kind == "last":
+            kept[:] = [earlier for earlier in kept if earlier.head != piece.head]
         kept.append(replace(piece, tensor=piece.tensor.clone()))
 
     def run(self, runner: Runner, recorder: Recorder, blocks: Iterable[int]) -> Iterator[Event]:
@@ -214,7 +214,7 @@ class Loop:
         start, waited_s = time.perf_counter(), self._slots.disk_s + self._slots.device_s
         if self._decoding is not None:
             tokens = runner.decode(tokens, batch, self._decoding)
-            self._flush()
+            self._flush({number: len(row) for number, row in zip(batch, tokens, strict=True)})
         elif self._continued:
             self._run_continued(runner, batch[0], tokens[0])
         else:
@@ -242,10 +242,10 @@ class Loop:
                 cache = runner.continued(self._sequences.tokens(earlier), cache, capture=False)
         self._cache = sequence, runner.continued(tokens, cache)
 
-    def _flush(self) -> None:
-        """Rows of a decoded batch, made whole and placed."""
+    def _flush(self, lengths: Mapping[int, int]) -> None:
+        """Rows of a decoded batch, by sequence of so many tokens, made whole and placed."""
         for (key, block, sequence), pieces in self._block.pieces.items():
-            self._put(key, block, sequence, join(pieces, self._values[key].row_dims))
+            self._put(key, block, sequence, join(pieces, self._values[key].row_dims, keys=lengths[sequence]))
         self._block.pieces.clear()
 
     def _put(self, key: str, block: int | None, sequence: int, piece: Piece) -> None:
@@ -306,6 +306,7 @@ class Loop:
         _refuse_overflow(odd)
         for write in pending.writes:
             write.result()
+        self._assembler.writers.check()
         self._commit_s += time.perf_counter() - start
         seconds = self._seconds()
         since = {stage: round(seconds[stage] - before, 6) for stage, before in self._last_seconds.items()}

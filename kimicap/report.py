@@ -184,12 +184,12 @@ def follow(events: "Iterable[Event]", prepared: "Prepared", rank: "Rank", *, res
     else:
         last = _follow_lines(steps, total, prefix=prefix)
     if last is None and not rank.rank:
-        _line("Nothing was left to capture: all blocks are committed.")
+        left = "this process had no block to do" if rank.world > 1 else f"{prepared.settings.out} has every block"
+        _line(f"Nothing was left to capture: {left}.")
     if last is not None and not rank.rank:
         told = f"{size_text(last.written_bytes)} in {last.elapsed_s:.1f} s, {_rate(last):.0f} tokens/s"
-        _line(f"captured {last.sequences} sequences, {last.tokens} tokens, {told}")
-    elif not total and rank.world == 1:
-        _line(f"Nothing was left to capture: {prepared.settings.out} has every block.")
+        who = "this process " if rank.world > 1 else ""
+        _line(f"{who}captured {last.sequences} sequences, {last.tokens} tokens, {told}")
     if rank.world > 1 and not rank.rank:
         _line("The blocks of this process are done; the last process to finish completes the capture.")
 

@@ -137,6 +137,11 @@ def _record(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _told(value: Any) -> str:
+    """A setting's value for people."""
+    return "not given" if value is None else repr(value)
+
+
 def _compare(prepared: Prepared, opened: store.Store) -> None:
     """Refuses to go on with other data than the capture was begun with.
 
@@ -146,7 +151,7 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
     ours, theirs = _record(prepared), opened.record
     mine, its = ours["settings"], theirs.get("settings", {})
     differ = [
-        f"{name} is {mine.get(name)!r}, was {its.get(name)!r}"
+        f"{name} is {_told(mine.get(name))}, was {_told(its.get(name))}"
         for name in sorted({*mine, *its})
         if mine.get(name) != its.get(name)
     ]

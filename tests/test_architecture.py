@@ -212,7 +212,7 @@ def test_a_bare_name_is_dropped_from_a_host_that_has_none_of_the_layers():
     [
         ("patterns", {"layers": "0-2"}, "--layers 0-2 holds no self_attn.attention_probabilities; it exists in "),
         ("patterns", {"layers": "0-2"}, "it exists in 3,7,11,15,19,23,26. Choose among these."),
-        ("router_logits@layers:0", {}, "router_logits@layers 0 holds no mlp.router_logits; it exists in 1-26."),
+        ("router_logits@layers:0", {}, "router_logits@layers:0 holds no mlp.router_logits; it exists in 1-26."),
         ("residuals", {"layers": "27"}, "--layers 27 lies outside the model, which has 0 to 26."),
         ("betas@heads:32", {}, "betas@heads 32 lies outside the model, which has 0 to 31."),
         ("betas", {"heads": "x"}, "--heads 'x' cannot be read at 'x'"),

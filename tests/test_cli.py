@@ -140,7 +140,7 @@ def test_damage_is_found_taken_back_and_captured_again(folder, tmp_path):
     found = call("verify", out)
     assert found.exit_code == 3
     assert shard.name in found.stdout
-    assert "has 1 damage(s); --repair takes them back" in found.stderr
+    assert "is damaged in 1 place; --repair takes them back" in found.stderr
     repaired = call("verify", out, "--repair")
     assert repaired.exit_code == 0
     assert "blocks taken back" in repaired.stdout
@@ -355,3 +355,20 @@ def test_a_signal_leaves_a_capture_to_resume(folder, tmp_path, number):
     if number == signal.SIGTERM:
         assert call("run", *flags, "--resume").exit_code == 0
         assert store.info(out)["complete"]
+
+
+def test_a_reader_of_stdout_that_goes_away_is_no_fault():
+    code = "import sys; from kimicap.cli import main; sys.argv = ['kimicap', 'values']; main()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_model_known_by_its_own_code_alone_needs_leave_to_run_it():
+    result = call("values", "--model", Path(__file__).parents[1] / "configs/kimi-k3-model")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(
+        "has model_type 'kimi_k3', which kimicap knows by its checkpoint's own code; add --trust-remote-code.\n"
+    )

@@ -19,15 +19,18 @@ from tests.test_pipeline import VALUES, capture, expected, run, shards_of
 
 
 class Event:
-    """Counts how many were recorded and not waited for."""
+    """Counts how many were recorded and not waited for; each is waited for while its copy is not done."""
 
     recorded = waited = most = 0
+    sources = ()
 
     def __init__(self, blocking=False):
         self.blocking = blocking
 
     def synchronize(self):
         assert self.blocking
+        if Event.sources:
+            assert Event.sources[Event.waited]() is not None, "its memory may be in use again"
         Event.waited += 1
 
 
@@ -51,6 +54,8 @@ class Stream:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     Event.recorded = Event.waited = Event.most = 0
+    monkeypatch.setattr(Event, "sources", ())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**32, 2**33))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -130,6 +135,46 @@ def test_a_copy_that_fails_is_told_and_shards_still_come_through():
     assert len(writers.shards) == 1
 
 
+def test_a_shard_whose_counts_cannot_be_sent_is_never_taken_for_whole():
+    class Broken:
+        devices = (torch.device("cuda"),)
+
+        def send(self, device):
+            raise RuntimeError("no pinned memory")
+
+    told = []
+    writers = Writers()
+    writers.fail = lambda failure: told.append(str(failure))
+    writers.submit = lambda shard, events, pending: told.append("submitted")
+    copier, shard = Copier(writers), Shard(torch.zeros(4))
+    shard.odd = Broken()
+    copier.copy(shard.target, torch.ones(4))
+    copier.submit(shard, Pending())
+    copier.close()
+    assert told == ["no pinned memory", "submitted"]
+
+
+def test_sources_whose_copy_has_not_begun_are_bounded(monkeypatch):
+    monkeypatch.setattr(copies, "QUEUED_BYTES", 64)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 2**33))
+    seen, parts = [], copies._parts
+
+    def slow(target, source):
+        seen.append(max(copier._queued_bytes.values()))
+        time.sleep(0.002)
+        return parts(target, source)
+
+    monkeypatch.setattr(copies, "_parts", slow)
+    copier, target = Copier(Writers()), torch.zeros(100, 8)
+    for row in range(100):
+        copier.copy(target[row], torch.full((8,), float(row)))
+    copier.copy(target[:50].view(-1), torch.full((400,), 7.0))  # more than the bound, so alone
+    copier.close()
+    assert target[:, 0].tolist() == [7.0] * 50 + [float(row) for row in range(50, 100)]
+    assert seen[-1] == 1600
+    assert 64 <= max(seen[:-1]) <= 100
+
+
 def test_a_failed_copy_ends_the_run(monkeypatch):
     def broken(target, source):
         raise KimicapError("The copy is broken.")
@@ -142,12 +187,14 @@ def test_a_failed_copy_ends_the_run(monkeypatch):
     assert not store.records
 
 
-def test_what_was_copied_is_let_go(monkeypatch):
-    monkeypatch.setattr(copies, "PART_BYTES", 4)
-    copier, target, sources = Copier(Writers()), torch.zeros(4), []
+def test_a_source_is_held_until_it_is_copied_and_then_let_go(monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 16)
+    writers = Writers()
+    copier, target, sources = Copier(writers), torch.zeros(4), []
+    monkeypatch.setattr(Event, "sources", sources)
     for number in range(20):
         source = torch.full((4,), float(number))
-        sources.append(weakref.ref(source))
+        sources.append(weakref.ref(source.untyped_storage()))
         copier.copy(target, source)
         del source
     while copier._jobs.qsize():
@@ -156,6 +203,8 @@ def test_what_was_copied_is_let_go(monkeypatch):
     gc.collect()
     assert sum(source() is not None for source in sources) <= copies.UNDER_WAY
     copier.close()
+    assert Event.waited == 20 - copies.UNDER_WAY
+    assert not writers.failures
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -111,7 +111,7 @@ def test_a_config_that_contradicts_itself_gets_a_sentence(tmp_path, change):
 def test_a_hub_id_that_is_not_at_hand():
     text = sentence_of(architecture_of, settings("nobody/nothing"), SCHEMA)
     assert text.startswith("The model nobody/nothing cannot be loaded: ")
-    assert text.endswith(". To mend it, check --model (a hub id or a local folder).")
+    assert text.endswith(". To mend it, check the name and the connection, or give a local folder.")
     assert "\n" not in text
 
 

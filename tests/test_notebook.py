@@ -35,6 +35,18 @@ def test_values_are_those_of_plain_hooks_and_outputs(model):
     assert torch.allclose(captured["patterns"][3].sum(-1), torch.ones(2, 4, 12), atol=1e-6)
 
 
+def test_a_block_that_lacks_the_value_is_told(model):
+    with kimicap.capture(model, ["router_logits", "logits"]) as captured:
+        model(IDS)
+    with pytest.raises(UsageError, match=r"^The value was not captured in block 0; there are those of 1-5\.$"):
+        captured["router_logits"][0]
+    with pytest.raises(
+        UsageError, match=r"^The value was not captured in block 3; there are \[None\], of the whole model\.$"
+    ):
+        captured["logits"][3]
+    assert 0 not in captured["router_logits"]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_cut_off_and_position_0_is_the_first_real_token(model, side):
     values = ["residuals", "states@all", "state_output", "patterns", "expert_indices"]

@@ -58,10 +58,20 @@ def test_minus_infinity_is_a_masked_keys_own():
 
 
 def test_nan_is_what_a_source_not_yet_stored_weighs():
-    weights = torch.tensor([[[0.5, torch.nan, 0.5], [1.0, torch.nan, torch.nan]]])
-    assert counts(("position", "source"), [(0, slice(0, 1), (0, 0), weights)]) == {}
+    weights = torch.tensor([[[0.5, torch.nan, 0.5], [1.0, torch.nan, 0.0]]])
+    place = (0, slice(0, 1), (0, 0))
+    assert counts(("position", "source"), [(*place, weights)]) == {}
     weights[0, 0, 0] = torch.inf
-    assert counts(("position", "source"), [(0, slice(0, 1), (0, 0), weights)]) == {(0, "nonfinite"): 1}
+    assert counts(("position", "source"), [(*place, weights)]) == {(0, "nonfinite"): 1}
+    weights[0, 1] = torch.nan  # a token whose weights are all broken
+    assert counts(("position", "source"), [(*place, weights)]) == {(0, "nonfinite"): 3}
+    assert counts(("position", "source"), [(*place, weights[:, 1:])]) == {(0, "nonfinite"): 1}
+
+
+def test_sums_have_no_sources_to_come():
+    sums = torch.zeros(1, 3, 2, 4)
+    sums[0, :, 1] = torch.nan
+    assert counts(("position", "source", "hidden"), [(0, slice(0, 1), (0, 0, 0), sums)]) == {(0, "nonfinite"): 12}
 
 
 def test_values_beyond_float16():

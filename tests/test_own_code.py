@@ -54,6 +54,8 @@ def test_a_run_stores_what_the_oracle_says(kind, generate, tmp_path):
         pass
     tree = xarray.open_datatree(prepared.settings.out, engine="zarr")
     assert tree.attrs["complete"]
+    blocks = (tmp_path / "out.zarr/.kimicap/blocks").glob("*.json")
+    assert not any("nonfinite" in json.loads(block.read_text()) for block in blocks)
     for row in range(2):
         length = int(tree["length"][row])
         expected = reference(model, tree["input_ids"][row, :length].values.tolist())

@@ -36,3 +36,9 @@ def test_keys_that_came_later_are_unseen_by_earlier_queries():
     ]
     whole = join(pieces, ("head", "query", "key")).tensor
     assert whole[0].tolist() == [[0, 0, -torch.inf], [0, 0, -torch.inf], [1, 1, 1]]
+
+
+def test_keys_that_no_wanted_query_saw():
+    pieces = [Piece(row=0, tensor=torch.ones(1, 1, 2), unseen=-torch.inf)]
+    whole = join(pieces, ("head", "query", "key"), keys=4).tensor
+    assert whole[0, 0].tolist() == [1, 1, -torch.inf, -torch.inf]

@@ -87,3 +87,16 @@ def test_elements_that_are_not_finite_are_stored_and_counted_by_value_and_block(
     assert counts["model.logits"]["model"] == int((~np.isfinite(tree["logits"].values))[real].sum()) >= 2 * tokens
     last = tree["layers/layer_output"].sel(layer=5).values
     assert counts["layers.layer_output"] == {"5": int((~np.isfinite(last))[real].sum())}
+
+
+@pytest.mark.parametrize("positions", ["1:2", "every:4", "last", "all"])
+def test_selected_queries_of_decoded_rows_are_those_of_the_rows_as_prompts(settings, tmp_path, positions):
+    values = [f"{name}@{positions}" for name in ("patterns", "attention_scores", "states")]
+    stored = []
+    for number, decoding in enumerate(({}, {"generate": 3, "forced": True})):
+        given = settings(values=values, out=str(tmp_path / f"{number}.zarr"), **decoding)
+        list(run(prepare(given)))
+        stored.append(open_capture(given.out))
+    for path in ("self_attn/attention_probabilities", "self_attn/attention_scores", "linear_attn/states"):
+        prompts, decoded = (tree[path].values for tree in stored)
+        np.testing.assert_allclose(decoded, prompts, rtol=1e-4, atol=1e-5, err_msg=path)
