@@ -1,9 +1,12 @@
-"""The copier with tensors of the CPU in the place of a GPU's: order, bound, failure, and what is held on to."""
+"""The copier on a stand-in for a GPU, whose copies come late: order, bounds, failures, and what is held on to."""
 
 import gc
+import queue
+import random
+import threading
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -19,48 +22,94 @@ from tests.test_pipeline import VALUES, capture, expected, run, shards_of
 
 
 class Event:
-    """Counts how many were recorded and not waited for; each is waited for while its copy is not done."""
+    """As CUDA's: done when its stream has come there. Counts those that the copier recorded and has not waited for."""
 
     recorded = waited = most = 0
-    sources = ()
 
     def __init__(self, blocking=False):
         self.blocking = blocking
+        self.done = threading.Event()
 
     def synchronize(self):
         assert self.blocking
-        if Event.sources:
-            assert Event.sources[Event.waited]() is not None, "its memory may be in use again"
         Event.waited += 1
+        self.done.wait()
 
 
 class Stream:
-    def __init__(self, device):
-        self.device = device
+    """Does what it is given in order and late, on a thread of its own."""
+
+    current = threading.local()
+
+    def __init__(self, device=None):
+        self.jobs = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self):
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job
 
     def wait_event(self, event):
-        assert isinstance(event, Event)
+        self.jobs.put(event.done.wait)
 
     def record_event(self, event=None):
-        if event is not None:
+        if event is None:
+            event = Event()
+        else:
             Event.recorded += 1
             Event.most = max(Event.most, Event.recorded - Event.waited)
-        return event or Event()
+        self.jobs.put(event.done.set)
+        return event
 
     def synchronize(self):
-        pass
+        event = Event(blocking=True)
+        self.jobs.put(event.done.set)
+        event.done.wait()
+
+    @contextmanager
+    def entered(self):
+        Stream.current.stream = self
+        yield
+
+
+class Target:
+    """A part of a slot. Its copy comes late; a source that nobody holds by then may be anything."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def copy_(self, source, *, non_blocking):
+        assert non_blocking
+        assert self.tensor.is_contiguous()
+        held = weakref.ref(source)
+
+        def copy():
+            time.sleep(random.random() * 1e-3)
+            there = held()
+            self.tensor.fill_(77) if there is None else self.tensor.copy_(there)
+
+        assert source.shape == self.tensor.shape
+        Stream.current.stream.jobs.put(copy)
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     Event.recorded = Event.waited = Event.most = 0
-    monkeypatch.setattr(Event, "sources", ())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**32, 2**33))
+    main, parts = Stream(), copies._parts
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", Stream.entered)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**32, 2**33))
+
+    def late(target, source):  # calls itself for parts of parts
+        return ((to if isinstance(to, Target) else Target(to), of) for to, of in parts(target, source))
+
+    monkeypatch.setattr(copies, "_parts", late)
     monkeypatch.setattr(assembly, "_on_gpu", lambda tensor: True)
+    yield
+    main.jobs.put(None)
 
 
 class Writers:
@@ -74,6 +123,8 @@ class Writers:
         pending.queued += 1
 
     def submit(self, shard, events, pending):
+        for event in events:
+            event.done.wait()
         self.shards.append((shard, shard.target.clone()))
 
 
@@ -190,20 +241,19 @@ def test_a_failed_copy_ends_the_run(monkeypatch):
 def test_a_source_is_held_until_it_is_copied_and_then_let_go(monkeypatch):
     monkeypatch.setattr(copies, "PART_BYTES", 16)
     writers = Writers()
-    copier, target, sources = Copier(writers), torch.zeros(4), []
-    monkeypatch.setattr(Event, "sources", sources)
+    copier, target, sources = Copier(writers), torch.zeros(20, 4), []
     for number in range(20):
         source = torch.full((4,), float(number))
         sources.append(weakref.ref(source.untyped_storage()))
-        copier.copy(target, source)
+        copier.copy(target[number], source)
         del source
-    while copier._jobs.qsize():
+    while Event.waited < 20 - copies.UNDER_WAY:
         time.sleep(0.01)
     time.sleep(0.05)
     gc.collect()
     assert sum(source() is not None for source in sources) <= copies.UNDER_WAY
     copier.close()
-    assert Event.waited == 20 - copies.UNDER_WAY
+    assert target[:, 0].tolist() == list(range(20))
     assert not writers.failures
 
 
