@@ -86,7 +86,7 @@ def _body(  # type: ignore[no-untyped-def]
         shares = tl.exp(scores - largest[:, None]) / summed[:, None]
         tl.store(found + at[None, :], shares, mask=query_in[:, None] & (at < total)[None, :])
 
-    none = tl.zeros([BLOCK_Q, BLOCK_K], dtype=tl.float32) + (summed * 0)[:, None]  # NaN where the others are
+    none = tl.zeros([BLOCK_Q, BLOCK_K], dtype=tl.float32) + (0.0 / summed)[:, None]  # NaN where the others are
     for start in tl.range((seen + BLOCK_K - 1) // BLOCK_K * BLOCK_K, total, BLOCK_K):
         at = start + key
         tl.store(found + at[None, :], none, mask=query_in[:, None] & (at < total)[None, :])

@@ -5,7 +5,7 @@ reads one number from the device would wait for them, and the GPU for the model.
 """
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import SimpleQueue
@@ -18,8 +18,6 @@ PART_BYTES = 2**27
 """Bytes of one copy, 2.4 ms at PCIe's 55 GB/s. An H200 given three of a quarter of that copied 43 GB/s."""
 UNDER_WAY = 3
 """Copies of that size given to a GPU at once: the thread has 5 ms to wake, and a model's own read waits 7 at most."""
-
-
 QUEUED_SHARE = 4
 """Sources whose copy has not begun take at most one part in so many of a GPU's free memory, or QUEUED_BYTES."""
 QUEUED_BYTES = 2**30
@@ -30,7 +28,7 @@ class Copier:
 
     def __init__(self, writers: Writers) -> None:
         self._writers = writers
-        self._queued_bytes: dict[torch.device, int] = {}
+        self._queued_bytes: dict[torch.device, int] = defaultdict(int)
         self._most_bytes: dict[torch.device, int] = {}
         self._fewer = threading.Condition()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -52,12 +50,10 @@ class Copier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="kimicap-copier", daemon=True)
             self._thread.start()
-        device, most = source.device, self._most(source.device)
         with self._fewer:
-            queued: Callable[[], int] = lambda: self._queued_bytes.get(device, 0)  # noqa: E731
-            self._fewer.wait_for(lambda: not queued() or queued() + source.nbytes <= most)
-            self._queued_bytes[device] = queued() + source.nbytes
-        self._jobs.put(partial(self._copy, target, source, _here(device)))
+            self._fewer.wait_for(lambda: self._may_queue(source))
+            self._queued_bytes[source.device] += source.nbytes
+        self._jobs.put(partial(self._copy, target, source, _here(source.device)))
 
     def submit(self, shard: Shard, pending: Pending) -> None:
         """Queues a full shard for the writers, behind the copies of its rows."""
@@ -133,11 +129,12 @@ class Copier:
             self._writers.fail(failure)
         self._writers.submit(shard, events, pending)
 
-    def _most(self, device: torch.device) -> int:
-        """Bytes that may be queued, by what is free when the device is first copied from."""
+    def _may_queue(self, source: torch.Tensor) -> bool:
+        """Whether a source may wait too: nothing else does, or all stay within the bound of the first call."""
+        device, queued = source.device, self._queued_bytes[source.device]
         if device not in self._most_bytes:
             self._most_bytes[device] = max(QUEUED_BYTES, torch.cuda.mem_get_info(device)[0] // QUEUED_SHARE)
-        return self._most_bytes[device]
+        return not queued or queued + source.nbytes <= self._most_bytes[device]
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import xarray
 
-from kimicap import kda
+from kimicap import copies, kda
 from kimicap.config import load_settings
 from kimicap.prepare import prepare
 from kimicap.run import run
@@ -58,8 +58,11 @@ def test_decoding_equals_the_same_tokens_as_one_prompt(model):
             assert_close(found.cpu(), expected.cpu(), rel=5e-2, rel_max=0.8, name=key, layer=block)
 
 
+@pytest.mark.parametrize("part_bytes", [copies.PART_BYTES, 2**12], ids=["parts", "short_parts"])
 @pytest.mark.parametrize("mlps", [["dense"] * 6, ["dense", *["sparse"] * 5]], ids=["dense", "mixture"])
-def test_stored_arrays_are_what_the_hooks_saw(tmp_path, mlps):
+def test_stored_arrays_are_what_the_hooks_saw(tmp_path, monkeypatch, mlps, part_bytes):
+    # Short parts come one after another as those of large values do.
+    monkeypatch.setattr(copies, "PART_BYTES", part_bytes)
     # grouped_mm sums the slots in one order; eager's atomic additions would differ from run to run.
     model = tiny_model(dtype=torch.bfloat16, experts="grouped_mm", **{**SIZES, "mlp_layer_types": mlps})
     save_model(tmp_path / "model", model)
