@@ -122,41 +122,6 @@ def replay(
         return states, outputs
 
 
-def align_rows(tensor: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """Move each row's real tokens to the front, so that position 0 is the first real token.
-
-    Args:
-        tensor: ``[B, T, ...]``, any dtype.
-        starts: ``[B]`` integers, where each row's real tokens begin (0 in a row padded on the right).
-        lengths: ``[B]`` integers, how many real tokens each row has.
-
-    Returns:
-        ``[B, T, ...]``: real tokens first, zeros after them, whatever the padding held.
-
-    Raises:
-        UsageError: starts or lengths are not ``[B]``, or reach beyond the T tokens (looked at only where
-            they lie on the CPU, so that no GPU is waited for).
-    """
-    rows, tokens = tensor.shape[:2]
-    for name, found in (("starts", starts), ("lengths", lengths)):
-        if found.shape != (rows,):
-            raise UsageError(f"{name} have shape {list(found.shape)}, expected one number a row, [{rows}].")
-    if starts.device.type == lengths.device.type == "cpu":
-        beyond = (starts < 0) | (lengths < 0) | (starts + lengths > tokens)
-        if beyond.any():
-            row = int(beyond.nonzero()[0])
-            raise UsageError(
-                f"Row {row} is said to have {int(lengths[row])} real tokens from position "
-                f"{int(starts[row])}, but it holds {tokens}; give the start and length of its real tokens."
-            )
-    starts, lengths = starts.to(tensor.device).long(), lengths.to(tensor.device)
-    steps = torch.arange(tokens, device=tensor.device)
-    source = (starts[:, None] + steps).clamp(max=tokens - 1)
-    moved = tensor[torch.arange(rows, device=tensor.device)[:, None], source]
-    padding = steps >= lengths[:, None]
-    return moved.masked_fill_(padding.reshape(rows, tokens, *[1] * (tensor.dim() - 2)), 0)
-
-
 def log_decay(raw: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
     """Turn the forget gate's raw output into log decays, as the kernels do inside.
 

@@ -121,10 +121,6 @@ class Sequences:
         start = int(self.starts[i])
         return np.array(self.table.tokens[start : start + int(self.lengths[i])])
 
-    def special_tokens(self, i: int) -> Bools:
-        """Which tokens of sequence ``i`` are special ones of the tokenizer's: bool [length]."""
-        return np.isin(self.tokens(i), sorted(self.special_ids))
-
     def documents(self, i: int) -> Ints:
         """The dataset row that each token of packed sequence ``i`` came from: int32 [length]."""
         assert self.packed, "only packed sequences hold several rows"

@@ -206,28 +206,6 @@ def test_it_is_the_rule_of_the_model():
     assert torch.allclose(replayed, outputs, atol=1e-5)
 
 
-def test_align_rows():
-    tensor = torch.arange(24.0).reshape(2, 4, 3)
-    tensor[0, :2] = torch.nan
-    moved = kda.align_rows(tensor, torch.tensor([2, 0]), torch.tensor([2, 3]))
-    assert torch.equal(moved[0, :2], tensor[0, 2:])
-    assert torch.equal(moved[1, :3], tensor[1, :3])
-    assert not moved[0, 2:].any()
-    assert not moved[1, 3:].any()
-    ids = kda.align_rows(torch.tensor([[9, 1, 2]]), torch.tensor([1]), torch.tensor([2]))
-    assert ids.tolist() == [[1, 2, 0]]
-
-
-def test_left_padding_aligned_gives_the_states_of_the_row_alone():
-    alone = factors(1, 21, 2, 8, 8)
-    padded = [torch.cat([torch.full_like(x[:, :11], torch.nan), x], 1) for x in alone]
-    aligned = [kda.align_rows(x, torch.tensor([11]), torch.tensor([21])) for x in padded]
-    states, final = kda.states_at(*aligned, at=[5, 20, 25], lengths=torch.tensor([21]))
-    expected, expected_final = kda.states_at(*alone, at=[5, 20, 25])
-    assert torch.allclose(states, expected, atol=1e-6, equal_nan=True)
-    assert torch.allclose(final, expected_final, atol=1e-6)
-
-
 def test_log_decay():
     raw, a_log, bias = torch.randn(2, 3, 4, 5).bfloat16(), torch.randn(1, 1, 6, 1), torch.randn(20)
     rate = np.exp(a_log.double().numpy().ravel()[:4])[:, None]
@@ -257,10 +235,6 @@ def test_texts_of_errors():
         kda.replay(keys, values, decays, betas, start=4, stop=9)
     with pytest.raises(UsageError, match=r"^queries have shape .*, expected the keys' \[2, 5, 3, 4\]\.$"):
         kda.replay(keys, values, decays, betas, queries=values)
-    with pytest.raises(UsageError, match=r"^starts have shape \[1\], expected one number a row, \[2\]\.$"):
-        kda.align_rows(keys, torch.tensor([0]), torch.tensor([1, 1]))
-    with pytest.raises(UsageError, match=r"^Row 1 is said to have 4 real tokens from position 2, but it holds 5;"):
-        kda.align_rows(keys, torch.tensor([0, 2]), torch.tensor([5, 4]))
     with pytest.raises(UsageError, match=r"^A_log holds 2 elements, expected one for each of the 3 heads\.$"):
         kda.log_decay(keys, torch.zeros(2), torch.zeros(12), None)
     with pytest.raises(UsageError, match=r"^dt_bias holds 13 elements, expected 3 heads x 4 channels = 12\.$"):
