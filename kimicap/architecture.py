@@ -115,21 +115,21 @@ def family_of_config(schema: Schema, config: Mapping[str, Any], *, code: str | N
         UsageError: None has.
     """
     model_type = config.get("model_type")
-    for family in schema.families.values():
-        if any(match.model_type == model_type and match.code == code for match in family.matches):
+    alike = [(family, m) for family in schema.families.values() for m in family.matches if m.model_type == model_type]
+    for family, match in alike:
+        if match.code == code:
             return family
+    if alike and code is None:
+        raise UsageError(
+            f"The model {model} has model_type {model_type!r}, which kimicap knows by its checkpoint's own code; add "
+            "--trust-remote-code."
+        )
     known = ", ".join(
         f"{family.name} (model_type {match.model_type}{f' by {match.code}.py' if match.code else ''})"
         for family in schema.families.values()
         for match in family.matches
     )
     hint = f"loaded by its checkpoint's own {code}.py" if code else "in transformers' own code"
-    matches = (match for family in schema.families.values() for match in family.matches)
-    if code is None and any(match.model_type == model_type for match in matches):
-        raise UsageError(
-            f"The model {model} has model_type {model_type!r}, which kimicap knows by its checkpoint's own code; add "
-            "--trust-remote-code."
-        )
     raise UsageError(
         f"The model {model} has model_type {model_type!r} {hint}, which no family of the schema covers: {known}. "
         "Choose a model of one of these, or add a family with --schema."

@@ -25,6 +25,17 @@ MOST_CHANNELS = 256
 """Channels of a query that a program can hold."""
 
 
+def _scores_body(block, keys, at, keys_k, channel_in, total, position, scaling):  # type: ignore[no-untyped-def]
+    """Scores of a block of queries with the keys ``at`` some positions, minus infinity after each query's own."""
+    key_in = channel_in[:, None] & (at < total)[None, :]
+    key_block = tl.load(keys + at[None, :].to(tl.int64) * keys_k, mask=key_in, other=0.0)
+    scores = tl.dot(block, key_block) * scaling
+    return tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+
+
+_scores: Any = None if triton is None else triton.jit(_scores_body)
+
+
 def _body(  # type: ignore[no-untyped-def]
     queries,
     keys,
@@ -66,11 +77,7 @@ def _body(  # type: ignore[no-untyped-def]
     summed = tl.zeros([BLOCK_Q], dtype=tl.float32)
     for start in tl.range(0, seen, BLOCK_K):
         at = start + key
-        key_block = tl.load(
-            keys + at[None, :].to(tl.int64) * keys_k, mask=channel_in[:, None] & (at < total)[None, :], other=0.0
-        )
-        scores = tl.dot(block, key_block) * scaling
-        scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+        scores = _scores(block, keys, at, keys_k, channel_in, total, position, scaling)
         before = largest
         largest = tl.maximum(largest, tl.max(scores, axis=1))
         shift = tl.where(largest == float("-inf"), 0.0, largest)  # while no score is finite, nothing is summed
@@ -78,11 +85,7 @@ def _body(  # type: ignore[no-untyped-def]
 
     for start in tl.range(0, seen, BLOCK_K):
         at = start + key
-        key_block = tl.load(
-            keys + at[None, :].to(tl.int64) * keys_k, mask=channel_in[:, None] & (at < total)[None, :], other=0.0
-        )
-        scores = tl.dot(block, key_block) * scaling
-        scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+        scores = _scores(block, keys, at, keys_k, channel_in, total, position, scaling)
         shares = tl.exp(scores - largest[:, None]) / summed[:, None]
         tl.store(found + at[None, :], shares, mask=query_in[:, None] & (at < total)[None, :])
 
