@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import tensorstore
 import xarray
-from transformers import KimiLinearConfig
 
 from benchmarks.harness import Result, alternate, over
-from benchmarks.subject import SHAPES, Subject, create, scratch, whole_shards, write_directly
+from benchmarks.subject import Subject, config_of, create, planned, scratch, whole_shards, write_directly
 from kimicap.assembly import Assembler
-from kimicap.config import load_settings
 from kimicap.layout import ArrayLayout
 from kimicap.pieces import Piece
-from kimicap.prepare import Prepared, prepare
+from kimicap.prepare import Prepared
 from kimicap.slots import Slots
 
 Shards = list[tuple[str, tuple[int, ...], np.ndarray]]
@@ -98,19 +96,10 @@ def _forget(folder: Path) -> None:
 def _at_48b(folder: Path, values: list[str], *, rows: int) -> Prepared:
     """A plan for rows of 2048 tokens at the 48B shape."""
     shape = folder / "shape-48b"
-    KimiLinearConfig(**{key: value for key, value in SHAPES["48b"].items() if key != "dtype"}).save_pretrained(shape)
+    config_of("48b").save_pretrained(shape)
     file = folder / f"rows-{rows}-2048.jsonl"
     file.write_text("\n".join(json.dumps({"input_ids": [7] * 2048}) for _ in range(rows)))
-    given = {
-        "model": str(shape),
-        "random_weights": True,
-        "dataset": str(file),
-        "input_ids_column": "input_ids",
-        "tokenizer": "bytes",
-        "values": values,
-        "out": str(folder / "none.zarr"),
-    }
-    return prepare(load_settings(None, given))
+    return planned(shape, file, values, folder / "none.zarr")
 
 
 def _rows(prepared: Prepared) -> dict[str, np.ndarray]:

@@ -81,19 +81,8 @@ class Subject:
         if not file.exists():
             ids = np.random.default_rng(0).integers(3, self.vocab, (count, self.row_tokens))
             file.write_text("\n".join(json.dumps({"input_ids": row.tolist()}) for row in ids))
-        given = {
-            "model": str(self.folder),
-            "random_weights": True,
-            "dataset": str(file),
-            "input_ids_column": "input_ids",
-            "tokenizer": "bytes",
-            "values": list(values),
-            "out": str(out or self.folder / "none.zarr"),
-            "batch_tokens": self.batch_rows * self.row_tokens,
-            "memory": "24GiB",
-            **settings,
-        }
-        return prepare(load_settings(None, given))
+        given = {"batch_tokens": self.batch_rows * self.row_tokens, "memory": "24GiB", **settings}
+        return planned(self.folder, file, values, out or self.folder / "none.zarr", **given)
 
     def forwards(self, batches: int) -> None:
         """The bare forward of as many batches, without the head."""
@@ -144,6 +133,21 @@ class Discard:
         """Forgets a block."""
 
 
+def planned(model: Path, rows: Path, values: Sequence[str], out: Path, **settings: Any) -> Prepared:
+    """A plan for a model's folder, of which the config will do, and a file of rows of token ids."""
+    given = {
+        "model": str(model),
+        "random_weights": True,
+        "dataset": str(rows),
+        "input_ids_column": "input_ids",
+        "tokenizer": "bytes",
+        "values": list(values),
+        "out": str(out),
+        **settings,
+    }
+    return prepare(load_settings(None, given))
+
+
 def create(prepared: Prepared, path: Path) -> store.Store:
     """A fresh capture at ``path``."""
     shutil.rmtree(path, ignore_errors=True)
@@ -180,9 +184,14 @@ def write_directly(opened: store.Store, shards: Sequence[tuple[str, tuple[int, .
         write.result()
 
 
+def config_of(shape: str) -> KimiLinearConfig:
+    """The config of one of SHAPES."""
+    return KimiLinearConfig(**{key: value for key, value in SHAPES[shape].items() if key != "dtype"})
+
+
 def build(shape: str, folder: Path, *, batch_rows: int, row_tokens: int, device: str) -> Subject:
     """A model of one of SHAPES with seeded random weights, filled in place on its device."""
-    config = KimiLinearConfig(**{key: value for key, value in SHAPES[shape].items() if key != "dtype"})
+    config = config_of(shape)
     dtype = getattr(torch, SHAPES[shape]["dtype"])
     config.dtype = SHAPES[shape]["dtype"]
     config.save_pretrained(folder)
