@@ -47,9 +47,7 @@ INTO_NOTHING = {
 }
 TO_DISK = {
     "disk": Case(name="residuals, router logits, indices to disk", target="<= 1.05", values=USUAL, times=2),
-    "tmpfs": Case(
-        name="residuals, router logits, indices to memory", target="<= 1.10", values=USUAL, times=4, parent=MEMORY
-    ),
+    "tmpfs": Case(name="residuals, router logits, indices to memory", target="<= 1.10", values=USUAL, parent=MEMORY),
     "routing": Case(name="router logits, indices, state_output to disk", target="<= 1.10", values=ROUTING),
 }
 

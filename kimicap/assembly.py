@@ -25,6 +25,7 @@ class Assembler:
 
     Attributes:
         writers: Take the full shards.
+        copier: Takes rows from a GPU.
         written_bytes: Bytes handed to the writers, uncompressed.
     """
 
@@ -35,7 +36,7 @@ class Assembler:
         self._open: dict[tuple[str, tuple[int, ...]], Shard] = {}
         self._pending = Pending()
         self.writers = Writers(store, slots)
-        self._copier = Copier(self.writers)
+        self.copier = Copier(self.writers)
 
     def put(self, key: str, block: int | None, sequence: int, piece: Piece) -> None:
         """Places a piece of one row, or of several that follow each other from ``sequence`` on.
@@ -118,8 +119,10 @@ class Assembler:
 
     def close(self) -> None:
         """Waits until nothing uses a slot any more, and gives back those of shards never finished."""
-        self._copier.close()
-        self.writers.close()
+        try:
+            self.copier.close()
+        finally:
+            self.writers.close()
         for shard in self._open.values():
             self._slots.give(shard.slot)
         self._open.clear()
@@ -195,7 +198,7 @@ class Assembler:
             if not (fits and fresh):
                 whole = torch.empty(target.shape, dtype=target.dtype, device=tensor.device)
                 stored = self._lay(value, whole, begins, tensor)
-            self._copier.copy(target, whole)
+            self.copier.copy(target, whole)
         at, first = shard.place(layer, sequences.start)
         shard.odd.see(at, slice(first, first + len(sequences)), begins, tensor, stored)
 
@@ -215,7 +218,7 @@ class Assembler:
         shard.odd.gather()
         self.written_bytes += shard.data.numel() * shard.data.element_size()
         self._pending.shards.setdefault(shard.value.array.path, []).append(shard.index)
-        self._copier.submit(shard, self._pending)
+        self.copier.submit(shard, self._pending)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:

@@ -184,10 +184,14 @@ class Loop:
         """Seconds so far, by stage; see `Progress`."""
         return {
             "forward": self._forward_s,
-            "device": self._slots.device_s,
+            "device": self._slots.device_s + self._assembler.copier.waited_s,
             "disk": self._slots.disk_s + self._commit_s,
             "writing": self._assembler.writers.busy_s,
         }
+
+    def _waited_s(self) -> float:
+        """Seconds so far that a forward's hooks waited for copies or for the disk."""
+        return self._slots.disk_s + self._slots.device_s + self._assembler.copier.waited_s
 
     def _stop_if_asked(self, number: int) -> None:
         if self._stopping:
@@ -211,7 +215,7 @@ class Loop:
         self._seen.clear()
         self._empty = {} if self._decoding is not None else self._empty_rows(batch)
         recorder.fired.clear()
-        start, waited_s = time.perf_counter(), self._slots.disk_s + self._slots.device_s
+        start, waited_s = time.perf_counter(), self._waited_s()
         if self._decoding is not None:
             tokens = runner.decode(tokens, batch, self._decoding)
             self._flush({number: len(row) for number, row in zip(batch, tokens, strict=True)})
@@ -219,8 +223,7 @@ class Loop:
             self._run_continued(runner, batch[0], tokens[0])
         else:
             runner.prompts(tokens)
-        waited_s = self._slots.disk_s + self._slots.device_s - waited_s
-        self._forward_s += time.perf_counter() - start - waited_s
+        self._forward_s += time.perf_counter() - start - (self._waited_s() - waited_s)
         self._assembler.writers.check()
         if self._first is not None:
             self._checks, self._first = self._first.checks(), None

@@ -91,14 +91,10 @@ class Writers:
         with self._changed:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._in_store else 0.0)
 
-    def expect(self, pending: Pending) -> None:
-        """Notes that one more shard of ``pending`` will be submitted."""
+    def submit(self, shard: Shard, events: Sequence[torch.cuda.Event], pending: Pending) -> None:
+        """Queues a full shard, to be written when its copies are done."""
         with self._changed:
             pending.queued += 1
-
-    def submit(self, shard: Shard, events: Sequence[torch.cuda.Event], pending: Pending) -> None:
-        """Queues a full shard, which was expected, to be written when its copies are done."""
-        with self._changed:
             self._queue.append((shard, events, pending))
             self._changed.notify_all()
 
