@@ -49,7 +49,9 @@ class Copier:
         """Hands a full shard to the writers, to be waited for until the copies of its rows are done."""
         for device in shard.odd.devices:
             if device.type == "cuda":
-                with torch.cuda.stream(self._turns_of(device).stream_from_here()):
+                turns = self._turns_of(device)
+                turns.follow()
+                with torch.cuda.stream(turns.stream):
                     shard.odd.send(device)
         self._writers.submit(shard, [turns.event() for turns in self._turns.values()], pending)
 
@@ -65,12 +67,16 @@ class Copier:
 
 
 class Turns:
-    """The two streams of one GPU, and the sources that they copy from."""
+    """The two streams of one GPU, and the sources that they copy from.
+
+    Attributes:
+        stream: The one whose turn it is.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._most_bytes = max(HELD_BYTES, _free_bytes(device) // HELD_SHARE)
-        self._stream, self._other = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.stream, self._other = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._given_bytes = 0
         self._given: list[torch.Tensor] = []
         self._held: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
@@ -93,10 +99,11 @@ class Turns:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Gives a source's copies, a part on each stream in turn."""
+        self.follow()
         for to, of in _parts(target, source):
             if self._given_bytes >= PART_BYTES:
                 self._turn()
-            with torch.cuda.stream(self.stream_from_here()):
+            with torch.cuda.stream(self.stream):
                 to.copy_(of, non_blocking=True)
             self._given_bytes += of.nbytes
         self._given.append(source)
@@ -104,19 +111,18 @@ class Turns:
         if max(self._given_bytes, source.nbytes) >= PART_BYTES:
             self._turn()  # so that a large source is let go of as soon as it is copied
 
-    def stream_from_here(self) -> torch.cuda.Stream:
-        """The stream whose turn it is, from where the device's current stream is now."""
-        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
-        return self._stream
+    def follow(self) -> None:
+        """Has what comes wait for all that the device's current stream was given."""
+        self.stream.wait_event(torch.cuda.current_stream(self._device).record_event())
 
     def event(self) -> torch.cuda.Event:
         """Done when all is copied that was given so far; a thread that waits for it keeps no processor busy."""
-        event: torch.cuda.Event = self._stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = self.stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
         return event
 
     def close(self) -> None:
         """Waits for the copies, and lets go of every source."""
-        self._stream.synchronize()
+        self.stream.synchronize()
         self._held.clear()
         self._given.clear()
         self._held_bytes = 0
@@ -126,8 +132,8 @@ class Turns:
         event = self.event()
         self._held.append((event, self._given))
         self._given, self._given_bytes = [], 0
-        self._stream, self._other = self._other, self._stream
-        self._stream.wait_event(event)
+        self.stream, self._other = self._other, self.stream
+        self.stream.wait_event(event)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -42,6 +42,7 @@ class Stream:
     """Does what it is given in order and late, on a thread of its own."""
 
     current = threading.local()
+    main = None
 
     def __init__(self, device=None):
         self.jobs = queue.SimpleQueue()
@@ -107,6 +108,7 @@ def gpu(monkeypatch):
     main, parts = Stream(), copies._parts
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(Stream, "main", main)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", Stream.entered)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**32, 2**33))
@@ -133,8 +135,30 @@ class Writers:
 
 
 class Shard:
-    def __init__(self, target):
-        self.target, self.odd = target, Odd((), layers=1, sequences=1)
+    def __init__(self, target, odd=None):
+        self.target, self.odd = target, odd or Odd((), layers=1, sequences=1)
+
+
+class Counts:
+    """What is odd in a shard, on some devices: brought to the host late."""
+
+    def __init__(self, *devices):
+        self.devices = devices
+        self.gathered = {device: torch.zeros(1) for device in devices}
+        self.sent = {device: torch.zeros(1) for device in devices}
+
+    def send(self, device):
+        def copy():
+            time.sleep(2e-3)
+            self.sent[device].copy_(self.gathered[device])
+
+        Stream.current.stream.jobs.put(copy)
+
+
+class Elsewhere(torch.Tensor):
+    """Says that it is on a second GPU."""
+
+    device = torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -178,12 +202,12 @@ def turns():
 
 def test_small_copies_share_a_turn(monkeypatch):
     monkeypatch.setattr(copies, "PART_BYTES", 400)
-    copier, target = Copier(Writers()), torch.zeros(100, 4)
-    for row in range(100):
+    copier, target = Copier(Writers()), torch.zeros(101, 4)
+    for row in range(101):
         copier.copy(target[row], torch.full((4,), float(row)))
     copier.close()
-    assert target[:, 0].tolist() == list(range(100))
-    assert [len(turn) for turn in turns()] == [25] * 4
+    assert target[:, 0].tolist() == list(range(101))
+    assert [len(turn) for turn in turns()] == [25] * 4 + [1]
 
 
 def test_copies_come_one_after_the_other(monkeypatch):
@@ -196,6 +220,36 @@ def test_copies_come_one_after_the_other(monkeypatch):
     assert [len(turn) for turn in turns()] == [1] * 50
 
 
+def test_copies_and_counts_follow_the_models_stream_on_every_device(monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 16)
+    writers, one, two = Writers(), torch.zeros(2, 10), torch.zeros(2, 10)
+    copier, counts = Copier(writers), Counts(torch.device("cuda", 1), torch.device("cpu"))
+
+    def model():
+        time.sleep(0.1)
+        one.fill_(3)
+        two.fill_(4)
+
+    def count():
+        time.sleep(0.1)
+        counts.gathered[counts.devices[0]].fill_(5)
+
+    Stream.main.jobs.put(model)
+    shard = Shard(torch.zeros(4, 10), counts)
+    copier.copy(shard.target[:2], one)
+    copier.copy(shard.target[2:], two.as_subclass(Elsewhere))
+    Stream.main.jobs.put(count)
+    copier.submit(shard, Pending())
+    ((_, seen),) = writers.shards
+    assert seen.mean(1).tolist() == [3, 3, 4, 4]
+    assert [sent.item() for sent in counts.sent.values()] == [5, 0]
+    assert len({stream for stream, _ in Target.begun}) == 4
+    monkeypatch.setattr(Target, "wait_s", 0.1)
+    copier.copy(shard.target[3], torch.full((10,), 7.0).as_subclass(Elsewhere))
+    copier.close()
+    assert shard.target.mean(1).tolist() == [3, 3, 4, 7]
+
+
 def test_a_shard_whose_counts_cannot_be_sent_is_never_taken_for_whole():
     class Broken:
         devices = (torch.device("cuda"),)
@@ -204,8 +258,7 @@ def test_a_shard_whose_counts_cannot_be_sent_is_never_taken_for_whole():
             raise RuntimeError("no pinned memory")
 
     writers = Writers()
-    copier, shard = Copier(writers), Shard(torch.zeros(4))
-    shard.odd = Broken()
+    copier, shard = Copier(writers), Shard(torch.zeros(4), Broken())
     copier.copy(shard.target, torch.ones(4))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         copier.submit(shard, Pending())
@@ -226,12 +279,16 @@ def test_sources_that_are_not_copied_yet_are_bounded(monkeypatch):
         copier.copy(target[row], source)
         del source
         alive.append(32 * sum(held() is not None for held in sources))
-    assert 64 <= max(alive) <= 100
+    assert max(alive) == max(alive[50:]) == 96
     assert copier.waited_s > 0
     copier.copy(target[:50].view(-1), torch.full((400,), 7.0))  # more than the bound, so alone
     alive = sum(held() is not None for held in sources)
     copier.close()
     assert alive == 0
+    waited_s = copier.waited_s
+    copier.copy(target[99], torch.full((8,), 99.0))
+    copier.close()
+    assert copier.waited_s >= waited_s
     assert target[:, 0].tolist() == [7.0] * 50 + [float(row) for row in range(50, 100)]
 
 
@@ -249,20 +306,25 @@ def test_a_failed_copy_ends_the_run(monkeypatch):
 
 def test_a_source_is_held_until_it_is_copied_and_then_let_go(monkeypatch):
     monkeypatch.setattr(copies, "PART_BYTES", 16)
-    copier, target, sources = Copier(Writers()), torch.zeros(21, 4), []
+    copier, target, sources = Copier(Writers()), torch.zeros(20, 6), []
     for number in range(20):
-        source = torch.full((4,), float(number))
+        source = torch.full((6,), float(number))
         sources.append(weakref.ref(source.untyped_storage()))
         copier.copy(target[number], source)
         del source
-    while len(Target.begun) < 20:
+    while len(Target.begun) < 40:  # in two parts each
         time.sleep(0.01)
     time.sleep(0.05)
-    copier.copy(target[20], torch.full((4,), 20.0))
+    small, last = torch.zeros(1), torch.full((1,), 20.0)
+    held = weakref.ref(last.untyped_storage())
+    copier.copy(small, last)
+    del last
     gc.collect()
     assert not any(source() is not None for source in sources)
     copier.close()
-    assert target[:, 0].tolist() == list(range(21))
+    gc.collect()
+    assert held() is None
+    assert (target.mean(1).tolist(), small.item()) == (list(range(20)), 20)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
