@@ -123,9 +123,9 @@ class Assembler:
             self.copier.close()
         finally:
             self.writers.close()
-        for shard in self._open.values():
-            self._slots.give(shard.slot)
-        self._open.clear()
+            for shard in self._open.values():
+                self._slots.give(shard.slot)
+            self._open.clear()
 
     def _shard(self, value: ValuePlan, layer: int, sequence: int, head: int) -> Shard:
         grid = [layer // value.shard_layers] if value.leading == 2 else []

@@ -210,6 +210,34 @@ def test_small_copies_share_a_turn(monkeypatch):
     assert [len(turn) for turn in turns()] == [25] * 4 + [1]
 
 
+def test_a_turn_has_so_many_sources_at_most(monkeypatch):
+    monkeypatch.setattr(copies, "TURN_SOURCES", 10)
+    copier, target = Copier(Writers()), torch.zeros(100)
+    for row in range(100):
+        copier.copy(target[row : row + 1], torch.full((1,), float(row)))
+    copier.close()
+    assert target.tolist() == list(range(100))
+    assert [len(turn) for turn in turns()] == [10] * 10
+
+
+def test_close_waits_for_every_stream_though_one_fails(monkeypatch):
+    monkeypatch.setattr(Target, "wait_s", 0.1)
+    copier, target = Copier(Writers()), torch.zeros(3)
+    copier.copy(target[:1], torch.ones(1).as_subclass(Elsewhere))
+    copier.copy(target[1:2], torch.ones(1))
+    broken, turned = copier._turns[Elsewhere.device], copier._turns[torch.device("cpu")]
+    turned.stream, turned._other = turned._other, turned.stream  # a turn that was broken off
+    copier.copy(target[2:], torch.ones(1))
+
+    def fail():
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(broken.stream, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        copier.close()
+    assert target[1:].tolist() == [1, 1]
+
+
 def test_copies_come_one_after_the_other(monkeypatch):
     monkeypatch.setattr(copies, "PART_BYTES", 16)
     copier, target = Copier(Writers()), torch.zeros(4)
@@ -304,7 +332,8 @@ def test_a_failed_copy_ends_the_run(monkeypatch):
     assert not store.records
 
 
-def test_a_source_is_held_until_it_is_copied_and_then_let_go(monkeypatch):
+@pytest.mark.parametrize("submits", [False, True])
+def test_a_source_is_held_until_it_is_copied_and_then_let_go(submits, monkeypatch):
     monkeypatch.setattr(copies, "PART_BYTES", 16)
     copier, target, sources = Copier(Writers()), torch.zeros(20, 6), []
     for number in range(20):
@@ -317,14 +346,18 @@ def test_a_source_is_held_until_it_is_copied_and_then_let_go(monkeypatch):
     time.sleep(0.05)
     small, last = torch.zeros(1), torch.full((1,), 20.0)
     held = weakref.ref(last.untyped_storage())
-    copier.copy(small, last)
+    if submits:
+        copier.submit(Shard(target), Pending())
+    else:
+        copier.copy(small, last)
     del last
     gc.collect()
     assert not any(source() is not None for source in sources)
     copier.close()
     gc.collect()
     assert held() is None
-    assert (target.mean(1).tolist(), small.item()) == (list(range(20)), 20)
+    assert target.mean(1).tolist() == list(range(20))
+    assert small.item() == (0 if submits else 20)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
