@@ -58,7 +58,7 @@ class Copier:
                     shard.odd.send(device)
         self._writers.submit(shard, [turns.event() for turns in self._turns.values()], pending)
         for turns in self._turns.values():
-            turns.make_room(0)
+            turns.let_go()
 
     def close(self) -> None:
         """Waits until nothing is copied any more, and lets go of every source."""
@@ -88,20 +88,19 @@ class Turns:
         self._held: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         self._held_bytes = 0
 
+    def let_go(self) -> None:
+        """Lets go of sources that are copied."""
+        while self._held and self._held[0][0].query():  # type: ignore[no-untyped-call]
+            self._drop_oldest()
+
     def make_room(self, nbytes: int) -> float:
         """Lets go of sources that are copied, and waits until ``nbytes`` more may be held; seconds of waiting."""
-        waited_s = 0.0
-        while self._held:
-            event, sources = self._held[0]
-            if not event.query():  # type: ignore[no-untyped-call]
-                if self._held_bytes + nbytes <= self._most_bytes:
-                    break
-                start = time.perf_counter()
-                event.synchronize()
-                waited_s += time.perf_counter() - start
-            self._held.popleft()  # not before: their memory would be used again
-            self._held_bytes -= sum(source.nbytes for source in sources)
-        return waited_s
+        self.let_go()
+        start = time.perf_counter()
+        while self._held and self._held_bytes + nbytes > self._most_bytes:
+            self._held[0][0].synchronize()
+            self._drop_oldest()
+        return time.perf_counter() - start
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Gives a source's copies, a part on each stream in turn."""
@@ -134,6 +133,11 @@ class Turns:
         self._held.clear()
         self._given.clear()
         self._held_bytes = 0
+
+    def _drop_oldest(self) -> None:
+        """Of what is held: copied by now, or its memory would be used again too early."""
+        _, sources = self._held.popleft()
+        self._held_bytes -= sum(source.nbytes for source in sources)
 
     def _turn(self) -> None:
         """Holds on to the sources wholly given until they are copied, and passes on to the other stream."""

@@ -88,10 +88,11 @@ class Target:
         assert self.tensor.is_contiguous()
         held, stream = weakref.ref(source.untyped_storage()), Stream.current.stream
         size, stride, offset, dtype = source.size(), source.stride(), source.storage_offset(), source.dtype
+        wait_s = random.random() * Target.wait_s
 
         def copy():
             Target.begun.append((stream, self.tensor.nbytes))
-            time.sleep(random.random() * Target.wait_s)
+            time.sleep(wait_s)
             there = held()
             if there is None:
                 self.tensor.fill_(77)
@@ -225,6 +226,7 @@ def test_close_waits_for_every_stream_though_one_fails(monkeypatch):
     copier, target = Copier(Writers()), torch.zeros(3)
     copier.copy(target[:1], torch.ones(1).as_subclass(Elsewhere))
     copier.copy(target[1:2], torch.ones(1))
+    monkeypatch.setattr(Target, "wait_s", 0)
     broken, turned = copier._turns[Elsewhere.device], copier._turns[torch.device("cpu")]
     turned.stream, turned._other = turned._other, turned.stream  # a turn that was broken off
     copier.copy(target[2:], torch.ones(1))
@@ -318,6 +320,23 @@ def test_sources_that_are_not_copied_yet_are_bounded(monkeypatch):
     copier.close()
     assert copier.waited_s >= waited_s
     assert target[:, 0].tolist() == [7.0] * 50 + [float(row) for row in range(50, 100)]
+
+
+def test_a_shard_is_handed_on_before_its_copies_are_done(monkeypatch):
+    monkeypatch.setattr(copies, "PART_BYTES", 16)
+    monkeypatch.setattr(copies, "HELD_BYTES", 64)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2**33))
+    writers, copied = Writers(), threading.Event()
+    monkeypatch.setattr(writers, "submit", lambda shard, events, pending: writers.shards.append(events))
+    Stream.main.jobs.put(copied.wait)
+    copier, target = Copier(writers), torch.zeros(40)
+    copier.copy(target, torch.ones(40))  # more than may be held
+    copier.submit(Shard(target), Pending())
+    assert not any(event.query() for event in writers.shards[0])
+    copied.set()
+    copier.close()
+    assert all(event.query() for event in writers.shards[0])
+    assert (target == 1).all()
 
 
 def test_a_failed_copy_ends_the_run(monkeypatch):
