@@ -62,9 +62,10 @@ class Copier:
 
     def close(self) -> None:
         """Waits until nothing is copied any more, and lets go of every source."""
-        with ExitStack() as all_of_them:  # also where one fails
+        with ExitStack() as last_first:  # all of them, also where one fails
+            last_first.callback(self._turns.clear)
             for turns in self._turns.values():
-                all_of_them.callback(turns.close)
+                last_first.callback(turns.wait)
 
     def _turns_of(self, device: torch.device) -> "Turns":
         if device not in self._turns:
@@ -126,13 +127,10 @@ class Turns:
         event: torch.cuda.Event = self.stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
         return event
 
-    def close(self) -> None:
-        """Waits for the copies, and lets go of every source."""
+    def wait(self) -> None:
+        """Waits for all copies."""
         for stream in (self.stream, self._other):  # both, as a turn may have been broken off
             stream.synchronize()
-        self._held.clear()
-        self._given.clear()
-        self._held_bytes = 0
 
     def _drop_oldest(self) -> None:
         """Of what is held: copied by now, or its memory would be used again too early."""

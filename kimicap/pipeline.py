@@ -184,14 +184,18 @@ class Loop:
         """Seconds so far, by stage; see `Progress`."""
         return {
             "forward": self._forward_s,
-            "device": self._slots.device_s + self._assembler.copier.waited_s,
+            "device": self._device_s(),
             "disk": self._slots.disk_s + self._commit_s,
             "writing": self._assembler.writers.busy_s,
         }
 
+    def _device_s(self) -> float:
+        """Seconds so far that a forward's hooks waited for a GPU's copies."""
+        return self._slots.device_s + self._assembler.copier.waited_s
+
     def _waited_s(self) -> float:
-        """Seconds so far that a forward's hooks waited for copies or for the disk."""
-        return self._slots.disk_s + self._slots.device_s + self._assembler.copier.waited_s
+        """Seconds so far that they waited, for those or for the disk."""
+        return self._slots.disk_s + self._device_s()
 
     def _stop_if_asked(self, number: int) -> None:
         if self._stopping:
