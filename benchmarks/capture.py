@@ -46,7 +46,7 @@ INTO_NOTHING = {
     "patterns": Case(name="patterns of all MLA blocks into a sink", target="<= 1.25", values=["patterns"]),
 }
 TO_DISK = {
-    "disk": Case(name="residuals, router logits, indices to disk", target="<= 1.05", values=USUAL, times=2),
+    "disk": Case(name="residuals, router logits, indices to disk", target="<= 1.05", values=USUAL, times=4),
     "tmpfs": Case(name="residuals, router logits, indices to memory", target="<= 1.10", values=USUAL, parent=MEMORY),
     "routing": Case(name="router logits, indices, state_output to disk", target="<= 1.10", values=ROUTING),
 }

@@ -61,12 +61,17 @@ def alternate(
     warm: bool = True,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, ``repeats`` times in turn, after one of each unmeasured; ``before`` each, not timed."""
+    """Seconds of each run, ``repeats`` times in turn, after one of each unmeasured; ``before`` each, not timed.
+
+    Every other time the last is first, so that none always runs right after another one.
+    """
     taken: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
     for repeat in range(repeats + warm):
-        for name, run in runs.items():
+        order.reverse()
+        for name in order:
             before()
-            took = seconds(run)
+            took = seconds(runs[name])
             if repeat >= warm:
                 taken[name].append(took)
     return taken

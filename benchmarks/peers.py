@@ -66,11 +66,12 @@ def _nnsight(subject: Subject, batches: int) -> Any:
 
     def run() -> None:
         for _ in range(batches):
+            kept: list[torch.Tensor] = []  # a forward's values at once, as for plain hooks
             with torch.inference_mode(), wrapped.trace(input_ids=ids, use_cache=False):
                 for block in wrapped.layers:
                     if hasattr(block.mlp, "gate"):
-                        block.mlp.gate.output[0].cpu().save()
-                        block.mlp.gate.output[2].cpu().save()
-                    block.output.cpu().save()
+                        kept.append(block.mlp.gate.output[0].cpu().save())
+                        kept.append(block.mlp.gate.output[2].cpu().save())
+                    kept.append(block.output.cpu().save())
 
     return run

@@ -1,6 +1,7 @@
 """The model and the rows that the benchmarks run on, and captures of them into a disk, a tmpfs or nothing."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -221,9 +222,10 @@ def build(shape: str, folder: Path, *, batch_rows: int, row_tokens: int, device:
 
 
 def clear(folder: Path) -> None:
-    """Deletes what is in a folder."""
+    """Deletes what is in a folder, on the disk too, so that no later run pays for it."""
     for entry in folder.iterdir():
         shutil.rmtree(entry)
+    os.sync()
 
 
 @contextmanager

@@ -13,11 +13,12 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
+from zarr.core import codec_pipeline
 from zarr.errors import ZarrUserWarning
 
 from kimicap import records
@@ -25,9 +26,11 @@ from kimicap.errors import MismatchError, UsageError
 from kimicap.layout import ArrayLayout, Coordinate, groups_of
 from kimicap.records import storage_error
 
+if TYPE_CHECKING:
+    from xarray import DataTree
+
 # Also as pathlib writes URLs, with one slash.
 _URL = re.compile(r"(s3|gs|gcs|az|abfs|hf|https?|file):/")
-CODECS = ("lz4", "zstd", "none")
 
 
 def build(
@@ -81,6 +84,20 @@ def read_layouts(path: Path) -> dict[str, ArrayLayout]:
             f"The array metadata in {path / 'zarr.json'} are broken ({error}). Start again with --overwrite,"
             " or in another folder."
         ) from error
+
+
+def open_tree(path: Path) -> "DataTree":
+    """A capture as an xarray tree; arrays are read when they are used.
+
+    zarr's FusedCodecPipeline, where there is one (since 3.3), reads several shards at once; the usual one reads a chunk
+    after the other.
+    """
+    import xarray
+
+    fused = getattr(codec_pipeline, "FusedCodecPipeline", None)
+    pipeline = {"codec_pipeline.path": f"{fused.__module__}.{fused.__name__}"} if fused else {}
+    with zarr.config.set(pipeline):
+        return xarray.open_datatree(path, engine="zarr")
 
 
 def read_coordinate(path: Path, name: str) -> np.ndarray[Any, Any]:
@@ -256,14 +273,16 @@ def _write_coordinate(root: zarr.Group, coordinate: Coordinate) -> None:
 def _compressors(codec: str, itemsize_bytes: int) -> list[BloscCodec | Crc32cCodec]:
     """The codecs of one chunk, in order of writing.
 
-    The shuffle puts bytes of equal rank together, so that the empty half of a widened bfloat16
-    vanishes; the checksum comes last and covers what is on disk.
+    The shuffle puts bits or bytes of equal rank together, so that the empty half of a widened bfloat16 vanishes.
+    Behind bits lz4 is 1.9 times as fast as behind bytes and packs to 0.82 of bfloat16 instead of 0.91; for zstd bytes
+    are as good. The checksum comes last and covers what is on disk.
     """
-    assert codec in CODECS, codec
-    if codec == "none":
-        return [Crc32cCodec()]
-    blosc = BloscCodec(cname="lz4" if codec == "lz4" else "zstd", clevel=1, shuffle="shuffle", typesize=itemsize_bytes)
-    return [blosc, Crc32cCodec()]
+    blosc = {
+        "lz4": [BloscCodec(cname="lz4", clevel=1, shuffle="bitshuffle", typesize=itemsize_bytes)],
+        "zstd": [BloscCodec(cname="zstd", clevel=1, shuffle="shuffle", typesize=itemsize_bytes)],
+        "none": [],
+    }
+    return [*blosc[codec], Crc32cCodec()]
 
 
 def _layout(name: str, array: zarr.Array[Any]) -> ArrayLayout:

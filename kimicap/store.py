@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from kimicap import records
-from kimicap.arrays import build, local, read_layouts, read_root, set_attributes
+from kimicap.arrays import build, local, open_tree, read_layouts, read_root, set_attributes
 from kimicap.errors import MismatchError
 from kimicap.layout import ArrayLayout, Coordinate
 from kimicap.records import storage_error as storage_error
@@ -236,12 +236,10 @@ def open_capture(path: Path | str) -> "DataTree":
         UsageError: Nothing is there, or not a capture.
         MismatchError: The capture's own metadata are broken or newer than this kimicap.
     """
-    import xarray
-
     folder = local(path)
     records.read_run(folder)
     read_root(folder)
-    return xarray.open_datatree(folder, engine="zarr")
+    return open_tree(folder)
 
 
 def info(path: Path | str) -> dict[str, Any]:

@@ -295,5 +295,5 @@ def disk_bytes(value: ValuePlan, lengths: np.ndarray, model_dtype: str, codec: s
         each = zip(*(numbers.tolist() for numbers in np.unique(lengths, return_counts=True)), strict=True)
         filled = sum(count * window(0, n, n)[1] / slots * (n / keys if keys else 1) for n, count in each)
     packs = value.want.value.dtype == "computed" and value.array.dtype == "float32"
-    share = {"bfloat16": 0.5, "float16": 0.75}.get(model_dtype, 1.0) if packs else 1.0
+    share = {"bfloat16": 0.5, "float16": 0.6}.get(model_dtype, 1.0) if packs else 1.0
     return int(blocks * filled * value.row_bytes * share)

@@ -35,7 +35,7 @@ ALLOWED = {
 ALLOWED_INSIDE = {
     "transformers": "models hooks check",
     "datasets": "batches",
-    "xarray": "store plots",
+    "xarray": "arrays store plots",
     "torch": "models run cluster",
     "matplotlib": "plots",
     "rich": "cli report",

@@ -190,5 +190,5 @@ def test_tokenizers(saved):
 
 def test_versions_name_what_decides_the_values():
     found = versions()
-    assert found["torch"] == torch.__version__
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]  # or +cu130 in one
     assert set(found) == {"torch", "transformers", "fla-core", "flash-linear-attention"}
