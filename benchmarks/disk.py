@@ -12,20 +12,18 @@ import xarray
 
 import kimicap
 from benchmarks.harness import Result, alternate, over
-from benchmarks.subject import Subject, config_of, create, planned, scratch, whole_shards, write_directly
+from benchmarks.subject import Shards, Subject, clear, config_of, create, noise_shards, planned, scratch, write_directly
 from kimicap.assembly import Assembler
 from kimicap.layout import ArrayLayout
 from kimicap.pieces import Piece
 from kimicap.prepare import Prepared
 from kimicap.slots import Slots
 
-Shards = list[tuple[str, tuple[int, ...], np.ndarray]]
-
 
 def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]:
     """Kimicap's way of given rows to the disk, over tensorstore told to write the same whole shards."""
-    prepared = subject.prepared(["residuals"], batches=batches * 32)
-    shards = whole_shards(prepared)
+    prepared = subject.prepared(["residuals"], batches=batches * 128)
+    shards = noise_shards(prepared)
     rows, slots = _rows(prepared), Slots(2**32, pinned=False)
     with scratch() as folder:
         taken = alternate(
@@ -34,6 +32,7 @@ def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]
                 "kimicap": lambda: _assemble(prepared, folder / "kimicap.zarr", rows, slots),
             },
             repeats=repeats,
+            before=lambda: clear(folder),
         )
         ratio, spread = over(taken["kimicap"], taken["direct"])
         yield Result(
@@ -43,6 +42,7 @@ def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]
             spread=spread,
             detail={**taken, "bytes": prepared.plan.nbytes},
         )
+        _assemble(prepared, folder / "kimicap.zarr", rows, slots)
         yield _bytes_on_disk(prepared, folder)
 
 
@@ -65,7 +65,7 @@ def reading(folder: Path, *, repeats: int) -> Iterator[Result]:
     path = folder / "reading"
     path.mkdir()
     opened = create(prepared, path / "capture.zarr")
-    write_directly(opened, whole_shards(prepared))
+    write_directly(opened, noise_shards(prepared))
     ways: dict[str, Callable[[], xarray.DataTree]] = {
         "kimicap.open": lambda: kimicap.open(opened.path),
         "xarray.open_datatree": lambda: xarray.open_datatree(opened.path, engine="zarr"),

@@ -21,6 +21,9 @@ from kimicap.prepare import Prepared, prepare
 from kimicap.session import Session
 from kimicap.slots import Slots
 
+Shards = list[tuple[str, tuple[int, ...], np.ndarray]]
+"""Path of the array, origin and data of each."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     # Kimi-Linear-48B-A3B: 49.1 billion parameters.
     "48b": {
@@ -99,14 +102,19 @@ class Subject:
         return Slots(prepared.settings.memory, pinned=on_gpu)
 
     def capture(self, prepared: Prepared, slots: Slots, target: Any = None) -> None:
-        """Captures all blocks into ``target``, or into nothing; on a disk the capture is sealed."""
+        """Captures all blocks into ``target``, or into nothing, and seals it."""
         plan = prepared.plan
         opened = target or Discard(plan.arrays)
         session = Session(prepared, self.model, slots)
         for _ in session.capture(opened, range(plan.blocks), rank=Rank(), checked=False):
             pass
-        if target is not None:
-            opened.seal(plan.blocks, {})
+        opened.seal(plan.blocks, {})
+
+    def shards(self, prepared: Prepared, slots: Slots) -> Shards:
+        """What a capture writes, to be written by other means: it packs to as many bytes."""
+        kept = Keep(prepared.plan.arrays)
+        self.capture(prepared, slots, kept)
+        return kept.shards
 
 
 class Discard:
@@ -133,6 +141,32 @@ class Discard:
     def commit(self, block: int, body: Any) -> None:
         """Forgets a block."""
 
+    def seal(self, blocks: int, attributes: Any) -> None:
+        """Does nothing."""
+
+
+class Keep(Discard):
+    """A store that keeps whole shards in memory; of many of one shape, the first stand for the others.
+
+    Attributes:
+        shards: Each of them.
+    """
+
+    MOST_ALIKE = 32
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        super().__init__(arrays)
+        self.shards: Shards = []
+        self._alike: dict[tuple[str, tuple[int, ...]], list[np.ndarray]] = {}
+
+    def write(self, array: str, origin: Sequence[int], data: np.ndarray) -> "Keep":
+        """Keeps a shard, as its slot will be used again."""
+        alike = self._alike.setdefault((array, data.shape), [])
+        if len(alike) < self.MOST_ALIKE:
+            alike.append(data.copy())
+        self.shards.append((array, tuple(origin), alike[len(self.shards) % len(alike)]))
+        return self
+
 
 def planned(model: Path, rows: Path, values: Sequence[str], out: Path, **settings: Any) -> Prepared:
     """A plan for a model's folder, of which the config will do, and a file of rows of token ids."""
@@ -157,12 +191,9 @@ def create(prepared: Prepared, path: Path) -> store.Store:
     return store.create(path, plan.arrays, plan.coordinates, attributes={}, record=record)
 
 
-def whole_shards(prepared: Prepared) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
-    """What a capture of the plan would write, as arrays in memory, made once: path, origin and data of each shard.
-
-    Floats hold bfloat16 noise widened to float32, as a bfloat16 model's values do.
-    """
-    shards = []
+def noise_shards(prepared: Prepared) -> Shards:
+    """Shards of a plan without a model, of noise: bfloat16 widened to float32, as a bfloat16 model's values are."""
+    shards: Shards = []
     noise: dict[tuple[int, ...], np.ndarray] = {}
     for layout in prepared.plan.arrays:
         grid = [range(0, size, extent) for size, extent in zip(layout.shape, layout.shard, strict=True)]
@@ -178,7 +209,7 @@ def whole_shards(prepared: Prepared) -> list[tuple[str, tuple[int, ...], np.ndar
     return shards
 
 
-def write_directly(opened: store.Store, shards: Sequence[tuple[str, tuple[int, ...], np.ndarray]]) -> None:
+def write_directly(opened: store.Store, shards: Shards) -> None:
     """The same shards by tensorstore alone: all handed over, all waited for."""
     writes = [opened.write(path, origin, data) for path, origin, data in shards]
     for write in writes:

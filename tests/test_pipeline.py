@@ -5,7 +5,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import ceil
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kimicap import grid
+from kimicap import grid, odd
 from kimicap.architecture import family_of_config, read_architecture, resolve
 from kimicap.errors import KimicapError, RoomError, UsageError
 from kimicap.events import Committed
@@ -222,6 +222,29 @@ def test_whatever_the_plan_takes_fits_and_is_exact(
         for index in map(tuple, s)
     }
     assert len(files) == len(store.shards)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_are_placed_by_one_thread_and_the_model_keeps_its_own(monkeypatch, fails):
+    seen, see = set(), odd.Odd.see
+
+    def watched(*given):
+        seen.add(torch.get_num_threads())
+        if fails:
+            raise KimicapError("No.")
+        see(*given)
+
+    monkeypatch.setattr(odd.Odd, "see", watched)
+    model, store, _ = capture([20] * 4, "residuals", block=4, batch_tokens=80, batch_size=None, memory=2**22)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KimicapError, match="No") if fails else nullcontext():
+            run(model)
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
+        store.close()
 
 
 def test_a_slow_disk_holds_the_loop_and_is_told():
