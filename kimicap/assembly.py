@@ -1,6 +1,6 @@
 """From pieces of rows to whole shards: placed in host slots as they come, handed to the store when full."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil, prod
 
@@ -95,19 +95,20 @@ class Assembler:
             self._rows_of(shard, layer, range(sequence, sequence + 1)).fill_(value.array.fill)
         self.complete(value, layer, range(sequence, sequence + 1))
 
-    def write_frame(self, array: str, origin: tuple[int, ...], data: np.ndarray) -> None:
-        """Writes a whole shard of an array that every capture has.
+    def write_frame(self, array: str, shards: Iterable[tuple[tuple[int, ...], np.ndarray]], pending: Pending) -> None:
+        """Writes whole shards, origin and data of each, of an array that every capture has.
 
         Raises:
-            KimicapError: It cannot be written.
+            KimicapError: One cannot be written.
         """
         layout = self._store.layouts[array]
-        index = tuple(first // extent for first, extent in zip(origin, layout.shard, strict=True))
-        self._pending.shards.setdefault(array, []).append(index)
-        try:
-            self._pending.writes.append(self._store.write(array, origin, data))
-        except Exception as failure:
-            raise storage_error(failure, self._store.path / array) from failure
+        for origin, data in shards:
+            index = tuple(first // extent for first, extent in zip(origin, layout.shard, strict=True))
+            pending.shards.setdefault(array, []).append(index)
+            try:
+                pending.writes.append(self._store.write(array, origin, data))
+            except Exception as failure:
+                raise storage_error(failure, self._store.path / array) from failure
 
     def take_pending(self) -> Pending:
         """The block's shards so far; what comes next belongs to the next block."""

@@ -63,11 +63,16 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A block that only the disk is not done with."""
+    """A block that only the disk is not done with.
+
+    Attributes:
+        lengths: Shards of the array of lengths: where each begins, and its data.
+    """
 
     number: int
     tokens: int
     pending: Pending
+    lengths: list[tuple[tuple[int, ...], np.ndarray]]
     checks: list[dict[str, Any]]
 
 
@@ -292,13 +297,14 @@ class Loop:
 
     def _finish_block(self) -> Finished:
         checks, self._checks = [check.data() for check in self._checks], []
-        block = self._plan.block(self._block.number)
-        for array in self._plan.frame:
-            for origin, data in self._frame.shards(array, block, self._block.tokens):
-                self._assembler.write_frame(array.path, origin, data)
-        tokens = sum(len(tokens) for tokens in self._block.tokens.values())
+        block, tokens = self._plan.block(self._block.number), self._block.tokens
         pending = self._assembler.take_pending()
-        return Finished(number=self._block.number, tokens=tokens, pending=pending, checks=checks)
+        frame = {array.path: list(self._frame.shards(array, block, tokens)) for array in self._plan.frame}
+        lengths = frame.pop("length")
+        for array, shards in frame.items():
+            self._assembler.write_frame(array, shards, pending)
+        count = sum(map(len, tokens.values()))
+        return Finished(number=self._block.number, tokens=count, pending=pending, lengths=lengths, checks=checks)
 
     def _commit_ready(self, waiting: deque[Finished]) -> Iterator[Committed]:
         """Commits what is durable, and waits for the oldest where too many are not."""
@@ -311,9 +317,10 @@ class Loop:
         self._assembler.writers.wait_handed_over(pending)
         odd = pending.odd
         _refuse_overflow(odd)
-        for write in pending.writes:
-            write.result()
+        pending.wait()
         self._assembler.writers.check()
+        self._assembler.write_frame("length", finished.lengths, pending)  # who finds these finds all else
+        pending.wait()
         self._commit_s += time.perf_counter() - start
         seconds = self._seconds()
         since = {stage: round(seconds[stage] - before, 6) for stage, before in self._last_seconds.items()}

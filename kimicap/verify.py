@@ -82,9 +82,14 @@ def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
     blocks = sorted({damage.block for damage in damages if damage.block is not None})
     if not blocks:
         return []
+    lost: dict[str, Any] = {"shards": {}}
+    committed = store.committed()
     # In this order: a crash in between leaves records that verify finds damaged again.
     set_attributes(store.path, {"complete": False})
     try:
+        for block in blocks:
+            for entry in committed.get(block, lost)["shards"].get("length", ()):
+                store.shard_file("length", entry["index"]).unlink(missing_ok=True)  # to readers they are not there
         records.drop_blocks(store.path, blocks)
     except OSError as error:
         raise records.storage_error(error, store.path / records.FOLDER) from error

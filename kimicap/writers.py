@@ -70,6 +70,15 @@ class Pending:
     odd: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     dropped: bool = False
 
+    def wait(self) -> None:
+        """Waits until all that the store has is durable.
+
+        Raises:
+            KimicapError: A write failed.
+        """
+        for write in self.writes:
+            write.result()
+
 
 class Writers:
     """Waits for a shard's copies, hands it to the store, and gives its slot back when its bytes are durable."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
 from kimicap import pipeline, run, store
 from kimicap.config import load_settings
@@ -207,11 +208,14 @@ def test_damage_is_found_and_mended(capture, whole, tmp_path, damage):
     out = tmp_path / "c.zarr"
     capture(out)
     assert verify(out) == []
+    committed = store.resume(out).committed()
     damage(out)
     found = verify(out)
     assert len(found) == 1
     assert repair(out, found) == [found[0].block]
     if damage is not forget:
+        lengths = zarr.open_array(out / "length", mode="r")
+        assert (lengths[slice(*committed[found[0].block]["sequences"])] == -1).all()
         with pytest.raises(MismatchError, match="is not complete"):
             run.seal(out)
     events = capture(out, resume=True)

@@ -224,6 +224,34 @@ def test_whatever_the_plan_takes_fits_and_is_exact(
     assert len(files) == len(store.shards)
 
 
+def test_lengths_are_written_when_all_else_of_their_sequences_is_durable(monkeypatch):
+    """Of blocks that wait for the disk nobody may read as there what is not: a reader goes by the lengths."""
+    with shards_of(2**12, 2**13, 2**10):
+        model, store, _ = capture(
+            [20] * 24, "residuals", block=4, batch_tokens=80, batch_size=None, memory=2**20, delay_s=0.002
+        )
+        log, write = [], store.write
+
+        def watched(array, origin, data):
+            log.append(("given", array, tuple(origin)))
+            done = write(array, origin, data)
+            done.add_done_callback(lambda _: log.append(("durable", array, tuple(origin))))
+            return done
+
+        monkeypatch.setattr(store, "write", watched)
+        run(model)
+    store.close()
+    assert len(store.records) == 6
+    for block, body in store.records.items():
+        places = {
+            (array, tuple(at * size for at, size in zip(index, store.layouts[array].shard, strict=True)))
+            for array, indices in body["shards"].items()
+            for index in indices
+        }
+        last = max(log.index(("durable", *place)) for place in places if place[0] != "length")
+        assert last < log.index(("given", "length", (4 * block,)))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_rows_are_placed_by_one_thread_and_the_model_keeps_its_own(monkeypatch, fails):
     seen, see = set(), odd.Odd.see
