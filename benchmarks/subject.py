@@ -17,6 +17,7 @@ from transformers import KimiLinearConfig, KimiLinearForCausalLM
 from kimicap import store
 from kimicap.cluster import Rank
 from kimicap.config import load_settings
+from kimicap.plan import slot_memory
 from kimicap.prepare import Prepared, prepare
 from kimicap.session import Session
 from kimicap.slots import Slots
@@ -85,7 +86,7 @@ class Subject:
         if not file.exists():
             ids = np.random.default_rng(0).integers(3, self.vocab, (count, self.row_tokens))
             file.write_text("\n".join(json.dumps({"input_ids": row.tolist()}) for row in ids))
-        given = {"batch_tokens": self.batch_rows * self.row_tokens, "memory": "24GiB", **settings}
+        given = {"batch_tokens": self.batch_rows * self.row_tokens, "memory": "40GiB", **settings}
         return planned(self.folder, file, values, out or self.folder / "none.zarr", **given)
 
     def forwards(self, batches: int) -> None:
@@ -99,7 +100,7 @@ class Subject:
     def slots(self, prepared: Prepared) -> Slots:
         """Host memory for captures, to be used again: pinning it is for the start of a run, not for each batch."""
         on_gpu = next(self.model.parameters()).device.type == "cuda"
-        return Slots(prepared.settings.memory, pinned=on_gpu)
+        return Slots(slot_memory(prepared.settings.memory, prepared.settings.codec), pinned=on_gpu)
 
     def capture(self, prepared: Prepared, slots: Slots, target: Any = None) -> None:
         """Captures all blocks into ``target``, or into nothing, and seals it."""

@@ -200,7 +200,7 @@ class Settings(BaseModel):
         "lossless", description="Dtype of stored floats.", json_schema_extra={"data": True}
     )
     codec: Literal["lz4", "zstd", "none"] = Field("lz4", description="Compression.", json_schema_extra={"data": True})
-    memory: Bytes = Field(8 * 2**30, description="Host memory for slots and writers, e.g. 4GiB.")
+    memory: Bytes = Field(8 * 2**30, description="Host memory for shards that are filled and written, e.g. 4GiB.")
     out: Place = Field(description="Folder of the capture.")
     schema_file: Annotated[Path, BeforeValidator(_at_home)] | None = Field(
         None,

@@ -142,6 +142,14 @@ def plan_capture(
     )
 
 
+def slot_memory(memory: int, codec: str) -> int:
+    """Bytes of ``--memory`` that slots may take: the rest is for what the store holds of shards being written.
+
+    That is up to a slot's size again where chunks are compressed, and twice that where they are not, as measured.
+    """
+    return memory // (3 if codec == "none" else 2)
+
+
 def forward_group(
     plan: CapturePlan, *, batch_tokens: int, batch_size: int | None, memory: int, whole: bool
 ) -> tuple[int, bool]:
@@ -151,7 +159,7 @@ def forward_group(
         plan: The capture.
         batch_tokens: Tokens of one forward.
         batch_size: Sequences of one forward at most, or None.
-        memory: Host bytes for shards, open ones and those being written.
+        memory: Host bytes for slots, of open shards and of those being written.
         whole: Rows are complete only at the end of a batch (decoding), not block by block of the model.
 
     Returns:
@@ -180,8 +188,8 @@ def forward_group(
                 return size, False
     least = min(needed(size, all_layers=whole) for size in divisors if size <= full)
     raise RoomError(
-        f"The shards open at once are {size_text(least)}, more than --memory {size_text(memory)}; give more "
-        "memory, shorter sequences, or fewer values, layers, heads or positions."
+        f"The shards open at once are {size_text(least)}, more than the {size_text(memory)} that --memory has for "
+        "them; give more memory, shorter sequences, or fewer values, layers, heads or positions."
     )
 
 

@@ -15,7 +15,7 @@ from kimicap.config import Settings, size_text
 from kimicap.errors import RoomError, UsageError
 from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
-from kimicap.plan import CapturePlan, forward_group, plan_capture
+from kimicap.plan import CapturePlan, forward_group, plan_capture, slot_memory
 from kimicap.schema import Schema, load_schema
 from kimicap.selection import parse_values
 
@@ -114,7 +114,7 @@ def _group(settings: Settings, plan: CapturePlan) -> tuple[int, bool]:
         plan,
         batch_tokens=settings.batch_tokens,
         batch_size=settings.batch_size,
-        memory=settings.memory,
+        memory=slot_memory(settings.memory, settings.codec),
         whole=settings.generate > 0 or settings.split_long == "continue",
     )
 

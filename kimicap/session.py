@@ -17,6 +17,7 @@ from kimicap.forwards import Decoding, Runner
 from kimicap.hooks import Recorder
 from kimicap.invariants import router_rule
 from kimicap.pipeline import Loop, Work
+from kimicap.plan import slot_memory
 from kimicap.prepare import Prepared, on_existing
 from kimicap.reading import refuse_missing
 from kimicap.slots import Slots
@@ -103,7 +104,7 @@ class Session:
         """
         prepared, settings = on_existing(self._prepared, store.layouts), self._prepared.settings
         on_gpu = any(parameter.device.type == "cuda" for parameter in self._model.parameters())
-        slots = self._slots or Slots(settings.memory, pinned=on_gpu)
+        slots = self._slots or Slots(slot_memory(settings.memory, settings.codec), pinned=on_gpu)
         loop = Loop(
             plan=prepared.plan,
             store=store,

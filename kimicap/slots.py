@@ -47,8 +47,8 @@ class Slots:
             while self._failure is None and not self._fits(nbytes):
                 if len(self._lent) <= held:
                     raise RoomError(
-                        f"The shards open at once need more than --memory {self.budget_bytes / 2**20:.0f} MiB; give "
-                        "more memory and go on with --resume."
+                        f"The shards open at once need more than the {self.budget_bytes / 2**20:.0f} MiB that --memory "
+                        "has for them; give more memory and go on with --resume."
                     )
                 self._wait()
             if self._failure is not None:

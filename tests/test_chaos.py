@@ -175,7 +175,7 @@ def test_too_little_memory_is_a_sentence(capture, tmp_path, prepared, model, mon
         return take(self, nbytes, held=held)
 
     monkeypatch.setattr(pipeline.Slots, "take", noted)
-    with pytest.raises(RoomError, match="The shards open at once need more than --memory"):
+    with pytest.raises(RoomError, match="The shards open at once need more than the"):
         capture(tmp_path / "c.zarr")
     assert no_writers()
     assert slots[0].peak_bytes <= 1000

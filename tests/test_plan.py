@@ -362,8 +362,8 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(RoomError) as failure:
         forward_group(plan, batch_tokens=2048, batch_size=None, memory=2**28, whole=False)
     assert str(failure.value) == (
-        f"The shards open at once are {least_gb(plan):.3g} GB, more than --memory 268 MB; give more memory, shorter "
-        "sequences, or fewer values, layers, heads or positions."
+        f"The shards open at once are {least_gb(plan):.3g} GB, more than the 268 MB that --memory has for them; "
+        "give more memory, shorter sequences, or fewer values, layers, heads or positions."
     )
 
 

@@ -34,7 +34,8 @@ def test_what_can_never_fit_is_an_error_at_once():
     with pytest.raises(RoomError) as error:
         slots.take(2 * 2**20, held=1)
     assert str(error.value) == (
-        "The shards open at once need more than --memory 3 MiB; give more memory and go on with --resume."
+        "The shards open at once need more than the 3 MiB that --memory has for them; give more memory and go on with "
+        "--resume."
     )
 
 
