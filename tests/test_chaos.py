@@ -3,6 +3,7 @@
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,6 +222,44 @@ def test_damage_is_found_and_mended(capture, whole, tmp_path, damage):
     events = capture(out, resume=True)
     assert [event.block for event in events if isinstance(event, pipeline.Committed)] == [found[0].block]
     assert verify(out) == []
+    assert contents(out) == whole
+
+
+class Crash(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("crash_at", range(1, 7))
+def test_a_crash_within_repair_leaves_what_tells_of_it(capture, whole, tmp_path, monkeypatch, crash_at):
+    """Who says complete has every record; and of a block without a record readers find no lengths."""
+    out, steps = tmp_path / "c.zarr", []
+    capture(out)
+    for file in ("c.0.3.0.0", "c.0.6.0.0"):
+        (out / "layers/layer_output" / file).unlink()
+    found = verify(out)
+    assert [damage.block for damage in found] == [3, 6]
+
+    def stepping(real):
+        def step(*given, **more):
+            steps.append(given)
+            if len(steps) == crash_at:
+                raise Crash
+            return real(*given, **more)
+
+        return step
+
+    with monkeypatch.context() as patch, suppress(Crash):
+        patch.setattr(os, "replace", stepping(os.replace))
+        patch.setattr(os, "unlink", stepping(os.unlink))
+        repair(out, found)
+    assert (len(steps) >= crash_at) == (crash_at <= 5)  # the root is replaced, and of each block two files go
+    lost = set(range(BLOCKS)) - set(store.resume(out).committed())
+    assert not lost or contents(out)["complete"] is False
+    lengths = zarr.open_array(out / "length", mode="r")[...].reshape(BLOCKS, small.BLOCK)
+    assert (lengths[sorted(lost)] == -1).all()
+    repair(out, verify(out))
+    events = capture(out, resume=True)
+    assert [event.block for event in events if isinstance(event, pipeline.Committed)] == [3, 6]
     assert contents(out) == whole
 
 

@@ -43,6 +43,29 @@ def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.fixture
+def steps(monkeypatch) -> list[tuple[str, str, int]]:
+    """What is synced, or put in a place by a rename, in order: which of them, the path, and its bytes at that time."""
+    found: list[tuple[str, str, int]] = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def synced(descriptor):
+        fsync(descriptor)
+        found.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    def put(real):
+        def putting(source, target):
+            real(source, target)
+            found.append(("put", str(target), os.stat(target).st_size))
+
+        return putting
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", put(replace))
+    monkeypatch.setattr(os, "rename", put(rename))
+    return found
+
+
 def leftovers(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if "kimicap-" in name]
 
@@ -163,6 +186,38 @@ def test_a_shard_of_fill_has_no_file_and_a_null_size(tmp_path):
     capture.seal(1, {})
 
 
+def test_a_record_is_synced_whole_before_it_counts_and_its_name_after(tmp_path, steps):
+    capture = captures.new(tmp_path / "c")
+    shards = captures.write_block(capture, 1)
+    steps.clear()
+    capture.commit(1, {"shards": shards})
+    file = records.block_file(tmp_path / "c", 1)
+    temp, put, folder = steps
+    assert (temp[0], Path(temp[1]).parent, temp[2]) == ("sync", tmp_path / "c/.kimicap", file.stat().st_size)
+    assert put[:2] == ("put", str(file))
+    assert folder[:2] == ("sync", str(file.parent))
+
+
+def test_a_new_capture_is_synced_whole_before_it_is_put_in_place_and_its_name_after(tmp_path, steps):
+    path = tmp_path / "c"
+    captures.new(path)
+    (at,) = (number for number, step in enumerate(steps) if step[:2] == ("put", str(path)))
+    fresh = steps[at - 1][1].split(os.sep)[len(path.parts) - 1]  # the name that it had until then
+    synced = {name.replace(fresh, path.name): size for kind, name, size in steps[:at] if kind == "sync"}
+    for file in (path, *path.rglob("*")):
+        assert str(file) in synced
+        assert file.is_dir() or synced[str(file)] == file.stat().st_size
+    assert [step[:2] for step in steps[at + 1 :]] == [("sync", str(tmp_path))]
+
+
+def test_every_array_syncs_its_shards_and_locks_no_file(tmp_path):
+    capture = captures.new(tmp_path / "c")
+    for name in capture.layouts:
+        place = capture._handle(name).kvstore.spec(retain_context=True).to_json(include_defaults=True)
+        assert place["file_io_sync"] is True, name
+        assert place["file_io_locking"] == {"mode": "none"}, name
+
+
 def test_commit_takes_only_what_was_written(tmp_path):
     capture = one_array(tmp_path / "c")
     with pytest.raises(AssertionError, match="was not written"):
@@ -214,6 +269,22 @@ def test_seal_lists_what_is_missing(tmp_path):
     assert "mlp/router_logits/c.0.0.0.0 of block 0 has None bytes, not " in told
     assert told.endswith("Go on with --resume, or look with kimicap verify.")
     assert not capture.complete
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x"], ids=["shorter", "longer"])
+def test_seal_refuses_a_shard_of_another_size(tmp_path, change):
+    capture = captures.new(tmp_path / "c")
+    for block in range(3):
+        capture.commit(block, {"shards": captures.write_block(capture, block)})
+    file = tmp_path / "c/mlp/router_logits/c.1.2.0.0"
+    whole = file.read_bytes()
+    file.write_bytes(change(whole))
+    told = f"c.1.2.0.0 of block 2 has {len(change(whole))} bytes, not {len(whole)}. Go on"
+    with pytest.raises(MismatchError, match=re.escape(told)):
+        capture.seal(3, {})
+    assert not capture.complete
+    file.write_bytes(whole)
+    capture.seal(3, {})
 
 
 def test_seal_may_be_done_twice_and_at_once(tmp_path):

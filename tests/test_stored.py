@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ import zarr
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from kimicap import grid
+from kimicap.documents import plan_document
 from kimicap.errors import RoomError, UsageError
+from kimicap.events import Committed
 from kimicap.run import run
 from kimicap.schema import load_schema
 from tests import properties
@@ -64,6 +68,32 @@ def test_planned_bytes_are_written_bytes_for_every_value(whole):
         array.path: array.nbytes for array in whole.plan.arrays
     }
     assert whole.plan.nbytes == sum(array.nbytes for array in whole.plan.arrays)
+
+
+@pytest.mark.parametrize("lengths", [(12, 12, 12, 12, 12), (12, 7, 2, 40, 1, 1)], ids=["of one length", "mixed"])
+def test_planned_files_are_written_files_but_for_those_of_fill_alone(model, tmp_path, monkeypatch, lengths):
+    monkeypatch.setitem(grid.plan_grid.__kwdefaults__, "target_bytes", 2**12)  # many shards an array, as at real sizes
+    values = ["residuals", "states@every:4", "patterns", "logits@last", "expert_indices", "final_norm_output@2:6"]
+    plan = prepared(tmp_path, model, [[2] * length for length in lengths], values, block_sequences=2)
+    for _ in run(plan):
+        pass
+    written = {}
+    for array in plan_document(plan)["arrays"]:
+        path = Path(plan.settings.out, array["path"])
+        written[array["path"]] = len(list(path.glob("c.*")))
+        data, fill = zarr.open_array(path, mode="r"), layout_of(plan, array["path"]).fill
+        corners = product(*(range(0, size, step) for size, step in zip(array["shape"], array["shard"], strict=True)))
+        regions = [tuple(map(slice, at, np.add(at, array["shard"]))) for at in corners]
+        full = sum(not np.array_equal(data[at], np.full_like(data[at], fill), equal_nan=True) for at in regions)
+        assert written[array["path"]] == full <= array["files"] == len(regions), array["path"]
+        assert full == len(regions) or len(set(lengths)) > 1, array["path"]
+    assert max(written.values()) > 10
+    assert sum(written.values()) <= plan.plan.files == sum(a["files"] for a in plan_document(plan)["arrays"])
+    assert sum(written.values()) == plan.plan.files or len(set(lengths)) > 1
+
+
+def layout_of(plan, path):
+    return next(array for array in plan.plan.arrays if array.path == path)
 
 
 def test_weights_of_the_chosen_experts_sum_to_the_scaling_factor(model, tree):
@@ -270,6 +300,19 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(model, tmp_path
     with pytest.raises(RoomError, match=r"The capture needs about \d+ kB, but \d+ kB are free"):
         next(run(plan))
     assert not (tmp_path / "out.zarr").exists()
+
+
+def test_only_the_blocks_to_come_must_fit_on_the_disk(model, tmp_path, monkeypatch):
+    plan = prepared(tmp_path, model, ROWS, ["residuals"], block_sequences=1)
+    events = run(plan)
+    assert any(isinstance(event, Committed) for event in events)  # one of the four blocks
+    events.close()
+    left, usage = plan.plan.disk_bytes * 3 // 4, shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=left - 1))
+    with pytest.raises(RoomError, match="The capture needs about"):
+        next(run(plan, resume=True))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=left))
+    assert sum(isinstance(event, Committed) for event in run(plan, resume=True)) == 3
 
 
 def test_nothing_in_a_forward_waits_for_the_device(model, monkeypatch):
