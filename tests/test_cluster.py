@@ -2,6 +2,7 @@
 
 import pytest
 
+from kimicap import store
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.errors import MismatchError, UsageError
 from kimicap.run import seal
@@ -106,6 +107,19 @@ def test_an_old_capture_is_not_computed_again_by_other_ranks(driver, whole, tmp_
     assert first.status == "UsageError"
     assert not second.batches
     assert contents(out) == whole
+
+
+def test_a_rank_with_other_settings_than_rank_0_is_refused(driver, tmp_path):
+    out = tmp_path / "c.zarr"
+    first, second = together(driver, out, 2, more={1: {"settings": {"seed": 3}}})
+    assert first.status == "done"
+    assert second.status == "MismatchError"
+    assert second.message == (
+        f"{out} was begun with other settings: seed is 3, was 0. Resume with the same ones, or begin another capture."
+    )
+    assert not second.batches
+    assert contents(out)["complete"] is False
+    assert sorted(store.resume(out).committed()) == first.committed == list(range(0, BLOCKS, 2))
 
 
 def test_nobody_waits_for_a_capture_that_nobody_creates(driver, tmp_path):

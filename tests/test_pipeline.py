@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kimicap import grid, odd
+from kimicap import grid, odd, pipeline
 from kimicap.architecture import family_of_config, read_architecture, resolve
 from kimicap.errors import KimicapError, RoomError, UsageError
 from kimicap.events import Committed
@@ -288,6 +288,65 @@ def test_a_slow_disk_holds_the_loop_and_is_told():
     assert told[-1].waited_s == told[-1].seconds["disk"] > 0.02
     assert told[-1].seconds["writing"] > told[-1].seconds["device"]
     assert sum(body["seconds"]["disk"] for body in store.records.values()) >= slots.disk_s - 1e-4
+
+
+def test_a_block_has_the_seconds_since_the_one_before():
+    with shards_of(2**12, 2**13, 2**10):
+        model, store, _ = capture(
+            [20] * 24, "residuals", block=4, batch_tokens=80, batch_size=None, memory=2**17, delay_s=0.002
+        )
+        *_, last = (event for event in run(model) if not isinstance(event, Committed))
+        store.close()
+    assert len(store.records) == 6
+    for stage, whole_s in last.seconds.items():
+        sum_s = sum(body["seconds"][stage] for body in store.records.values())
+        if stage in ("forward", "device"):  # of which nothing comes after the last step
+            assert sum_s == pytest.approx(whole_s, abs=1e-5), stage
+        else:
+            assert whole_s - 1e-5 <= sum_s <= model.loop._seconds()[stage] + 1e-5, stage
+
+
+def test_forwards_do_not_take_the_seconds_that_they_wait():
+    """Each second is of one stage: on top of each other they are no more than the run took."""
+    with shards_of(2**12, 2**13, 2**10):
+        model, store, slots = capture(
+            [20] * 24, "residuals", block=4, batch_tokens=80, batch_size=None, memory=2**15, delay_s=0.005
+        )
+        *_, last = (event for event in run(model) if not isinstance(event, Committed))
+        store.close()
+    assert slots.disk_s > 0.1  # else the test would show nothing
+    assert sum(last.seconds[stage] for stage in ("forward", "device", "disk")) <= last.elapsed_s
+
+
+def test_waiting_for_the_device_is_told_apart_from_the_forward(monkeypatch):
+    model, store, _ = capture([20] * 4, "residuals", block=2, batch_tokens=40, batch_size=None, memory=2**22)
+    prompts = model.prompts
+
+    def waiting(tokens):
+        start = time.perf_counter()
+        time.sleep(0.2)
+        model.loop._assembler.copier.waited_s += time.perf_counter() - start
+        prompts(tokens)
+
+    monkeypatch.setattr(model, "prompts", waiting)
+    *_, last = (event for event in run(model) if not isinstance(event, Committed))
+    store.close()
+    assert last.seconds["device"] >= 0.4
+    assert last.seconds["forward"] <= last.elapsed_s - last.seconds["device"]
+
+
+def test_no_more_blocks_wait_for_the_disk_than_may(monkeypatch):
+    model, store, _ = capture([4] * 40, "residuals@last", block=1, batch_tokens=4, batch_size=None, memory=2**22)
+    monkeypatch.setattr(model.loop._assembler.writers, "ready", lambda pending: False)
+    ahead, committed = [], 0
+    for event in run(model):
+        if isinstance(event, Committed):
+            committed += 1
+        else:
+            ahead.append(event.sequences - committed)
+    store.close()
+    assert max(ahead) == pipeline.MOST_WAITING < 40
+    assert list(store.records) == list(range(40))
 
 
 @pytest.mark.parametrize("memory", [2**16, 2**22])

@@ -13,9 +13,14 @@ from kimicap.config import size_text
 from kimicap.events import Committed, Progress
 
 
-def step(number, *, elapsed_s, waited_s=0.0):
+def step(number, *, elapsed_s, waited_s=0.0, device_s=0.0):
     return Progress(
-        sequences=number, tokens=100 * number, written_bytes=number * 10**6, elapsed_s=elapsed_s, waited_s=waited_s
+        sequences=number,
+        tokens=100 * number,
+        written_bytes=number * 10**6,
+        elapsed_s=elapsed_s,
+        waited_s=waited_s,
+        seconds={"device": device_s, "disk": waited_s},
     )
 
 
@@ -39,6 +44,9 @@ def test_the_bottleneck_follows_the_waiting():
     assert stage(step(1, elapsed_s=1)) == "model"
     assert stage(step(2, elapsed_s=2, waited_s=0.5)) == "disk"
     assert stage(step(3, elapsed_s=3, waited_s=0.5)) == "model"
+    assert stage(step(4, elapsed_s=4, waited_s=0.5, device_s=0.5)) == "device"
+    assert stage(step(5, elapsed_s=5, waited_s=0.5, device_s=0.55)) == "model"
+    assert stage(step(6, elapsed_s=6, waited_s=1.0, device_s=1.0)) == "disk"
 
 
 def test_a_line_every_30_s_without_a_terminal(tmp_path, capsys):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kimicap.session import signals
 from tests import small
 from tests.driver import contents
 
@@ -103,6 +104,28 @@ def test_stopped_by_a_signal(driver, whole, tmp_path, number):
     assert contents(out)["complete"] is False
     finish(driver, out, known)
     assert contents(out) == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_acts_as_if_nobody_listened(number):
+    stops, others = [], []
+
+    def other(*_):
+        others.append(number)
+
+    before = signal.signal(number, other)
+    try:
+        with signals(lambda: stops.append(number)):
+            pass
+        assert signal.getsignal(number) is other
+        with signals(lambda: stops.append(number)):
+            signal.raise_signal(number)
+            assert (stops, others) == ([number], [])
+            signal.raise_signal(number)
+            assert (stops, others) == ([number], [number])
+        assert signal.getsignal(number) is other
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_finished_capture_is_left_as_it_is(driver, whole, tmp_path):

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from kimicap import open as open_capture
+from kimicap import store
 from kimicap.config import load_settings
-from kimicap.errors import MismatchError
+from kimicap.errors import MismatchError, UsageError
 from kimicap.prepare import prepare
 from kimicap.run import run
 from tests.models import need_kimi_linear, save_config, save_model, tiny_model
+from tests.stored import prepared
 
 SCHEMA = """
 values:
@@ -56,6 +58,78 @@ def test_a_schema_file_that_changed_is_not_resumed(settings, tmp_path):
     file.write_text(SCHEMA % "Something else.")
     with pytest.raises(MismatchError, match="the schema file has changed"):
         list(run(prepare(given), resume=True))
+
+
+@pytest.mark.parametrize(
+    ("at", "changed"),
+    [
+        ("layers/layer_mid", {"shape": [6, 2, 13, 64]}),
+        ("layers/layer_mid", {"dimension_names": ["layer", "sequence", "position", "channel"]}),
+        ("layers/layer_mid", {"data_type": "float16"}),
+        ("layers/layer_mid", None),
+        ("layers/other", {}),
+    ],
+    ids=["shape", "dimensions", "dtype", "missing", "unknown"],
+)
+def test_arrays_that_are_not_the_planned_ones_are_not_resumed(settings, tmp_path, at, changed):
+    """As where another version of kimicap began the capture."""
+    given = settings(values=["layer_mid"])
+    list(run(prepare(given)))
+    file = tmp_path / "out.zarr/zarr.json"
+    root = json.loads(file.read_text())
+    arrays = root["consolidated_metadata"]["metadata"]
+    if changed is None:
+        del arrays[at]
+    else:
+        arrays[at] = {**arrays["layers/layer_mid"], **changed}
+    file.write_text(json.dumps(root))
+    with pytest.raises(MismatchError) as failure:
+        list(run(prepare(given), resume=True))
+    told = str(failure.value)
+    assert told.startswith(f"The array {at} of {tmp_path / 'out.zarr'} is ")
+    assert told.endswith("is planned; resume with the version of kimicap that began the capture, or begin another.")
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
+def test_chunks_are_packed_by_the_codec_asked_for(settings, tmp_path, codec):
+    list(run(prepare(settings(values=["residuals", "expert_indices"], codec=codec))))
+    for path in ("layers/layer_output", "mlp/expert_indices", "input_ids"):
+        metadata = json.loads((tmp_path / "out.zarr" / path / "zarr.json").read_text())
+        (sharding,) = metadata["codecs"]
+        names = [
+            step.get("configuration", {}).get("cname", step["name"]) for step in sharding["configuration"]["codecs"]
+        ]
+        assert names == ["bytes", *([] if codec == "none" else [codec]), "crc32c"]
+
+
+def large_token(model):
+    """Token 9, whose size goes on through the residual stream."""
+    model.model.embed_tokens.weight[9] *= 1e6
+
+
+def large_logits(model):
+    model.lm_head.weight[:] *= 1e6
+
+
+@pytest.mark.parametrize(
+    ("spoil", "values", "place", "committed"),
+    [
+        (large_token, "residuals@layers:2-3", "layers.layer_output of block 2", [0]),
+        (large_logits, "logits", "model.logits", []),
+    ],
+)
+def test_values_beyond_float16_end_the_run_and_their_block_does_not_count(tmp_path, spoil, values, place, committed):
+    model = tiny_model()
+    with torch.no_grad():
+        spoil(model)
+    plan = prepared(tmp_path, model, [[5, 6, 7], [8, 9, 7]], [values], block_sequences=1, store_dtype="float16")
+    with pytest.raises(UsageError) as failure:
+        list(run(plan))
+    assert str(failure.value) == f"{place} holds values beyond float16; capture it with --store-dtype lossless."
+    assert store.info(plan.settings.out)["committed"] == committed
+    tree = open_capture(plan.settings.out)
+    assert not tree.attrs["complete"]
+    assert [number for number, length in enumerate(tree["length"].values) if length >= 0] == committed
 
 
 def test_every_function_that_ran_is_named(settings, tmp_path):
