@@ -28,7 +28,11 @@ class Rank:
         return [block for block in range(self.rank, blocks, self.world) if block not in committed]
 
 
-_NAMES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+_NAMES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
 
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
@@ -37,7 +41,9 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     Raises:
         UsageError: They are set, but make no sense.
     """
-    for names in _NAMES:
+    # A batch job's script has PROCID 0 and the job's NTASKS, but is no step of so many: srun alone starts one.
+    outside = "SLURM_JOB_ID" in environment and "SLURM_STEP_NUM_TASKS" not in environment
+    for names in _NAMES[:1] if outside else _NAMES:
         if names[0] in environment and names[1] in environment:
             try:
                 rank, world, local = (int(environment.get(name, "0")) for name in names)
