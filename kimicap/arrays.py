@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import threading
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # Also as pathlib writes URLs, with one slash.
 _URL = re.compile(r"(s3|gs|gcs|az|abfs|hf|https?|file):/")
+_OPENING = threading.Lock()
+"""Held while zarr's settings, which are those of the whole process, are not as they were."""
 
 
 def build(
@@ -90,14 +93,15 @@ def open_tree(path: Path) -> "DataTree":
     """A capture as an xarray tree; arrays are read when they are used.
 
     zarr's FusedCodecPipeline, where there is one (since 3.3), reads several shards at once; the usual one reads a chunk
-    after the other.
+    after the other. Another that zarr was told to use stays.
     """
     import xarray
 
-    fused = getattr(codec_pipeline, "FusedCodecPipeline", None)
-    pipeline = {"codec_pipeline.path": f"{fused.__module__}.{fused.__name__}"} if fused else {}
-    with zarr.config.set(pipeline):
-        return xarray.open_datatree(path, engine="zarr")
+    usual, fused = (f"{codec_pipeline.__name__}.{name}CodecPipeline" for name in ("Batched", "Fused"))
+    with _OPENING:
+        wanted = hasattr(codec_pipeline, "FusedCodecPipeline") and zarr.config.get("codec_pipeline.path") == usual
+        with zarr.config.set({"codec_pipeline.path": fused} if wanted else {}):
+            return xarray.open_datatree(path, engine="zarr")
 
 
 def read_coordinate(path: Path, name: str) -> np.ndarray[Any, Any]:

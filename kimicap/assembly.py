@@ -1,7 +1,6 @@
 """From pieces of rows to whole shards: placed in host slots as they come, handed to the store when full."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, prod
 
 import numpy as np
@@ -50,12 +49,16 @@ class Assembler:
         tensor = piece.tensor[None] if piece.rows is None else piece.tensor
         last = sequence + len(tensor)
         first = sequence
-        with _one_thread():
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)  # its others would spin for each other on processors where the store encodes
             while first < last:
                 stop = min(last, (first // value.shard_sequences + 1) * value.shard_sequences)
                 part = tensor[first - sequence : stop - sequence]
                 self._put_rows(value, layer, range(first, stop), part, piece)
                 first = stop
+        finally:
+            torch.set_num_threads(threads)
 
     def _put_rows(self, value: ValuePlan, layer: int, sequences: range, tensor: torch.Tensor, piece: Piece) -> None:
         """Places ``[sequence, *row]`` in the shards of these sequences, one a share of the heads."""
@@ -222,17 +225,6 @@ class Assembler:
         self.written_bytes += shard.data.numel() * shard.data.element_size()
         self._pending.shards.setdefault(shard.value.array.path, []).append(shard.index)
         self.copier.submit(shard, self._pending)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Has torch use one thread on the host: its others would spin for each other where the store encodes meanwhile."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
