@@ -88,6 +88,15 @@ def write_run(path: Path, record: Mapping[str, Any]) -> None:
     write_json(path / FOLDER / RUN, body, scratch=path / FOLDER)
 
 
+def run_identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells the run record at ``path`` from that of a capture put in its place; None where there is none."""
+    try:
+        found = os.stat(path / FOLDER / RUN)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 def read_run(path: Path) -> dict[str, Any]:
     """The run record of the capture at ``path``.
 

@@ -52,6 +52,7 @@ class Store:
         self._handles: dict[str, Any] = {}
         self._opening = threading.Lock()
         self._writes: dict[tuple[str, tuple[int, ...]], Write] = {}
+        self._identity = records.run_identity(path)
 
     @property
     def complete(self) -> bool:
@@ -73,8 +74,10 @@ class Store:
                 until the write is done.
 
         Raises:
+            MismatchError: Another run has replaced the capture.
             KimicapError: A file in the way cannot be removed. All else comes through the write's result.
         """
+        self._check_identity()
         layout = self.layouts[array]
         index = shard_index(layout, tuple(origin), data)
         file = self.shard_file(array, index)
@@ -101,8 +104,10 @@ class Store:
                 null where all of it is fill, for which no file is written.
 
         Raises:
+            MismatchError: Another run has replaced the capture.
             KimicapError: A shard, or the record, could not be written; the block does not count.
         """
+        self._check_identity()
         shards = {}
         for array, indices in body["shards"].items():
             for index in indices:
@@ -153,6 +158,11 @@ class Store:
         """
         region = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
         return np.asarray(self._handle(array)[region].read().result())
+
+    def _check_identity(self) -> None:
+        """Refuses to write into a capture that another run has begun here meanwhile, with ``--overwrite``."""
+        if records.run_identity(self.path) != self._identity:
+            raise MismatchError(f"{self.path} was replaced or removed by another run; this one can write nothing more.")
 
     def _handle(self, array: str) -> Any:
         """Tensorstore's handle of ``array``, opened when first asked for."""
@@ -262,7 +272,7 @@ def info(path: Path | str) -> dict[str, Any]:
             "shape": list(layout.shape),
             "dtype": layout.dtype,
             "bytes": layout.nbytes,
-            "stored_bytes": _tree_bytes(store.path / name),
+            "stored_bytes": tree_bytes(store.path / name),
         }
         for name, layout in store.layouts.items()
     }
@@ -273,7 +283,7 @@ def info(path: Path | str) -> dict[str, Any]:
         "blocks": store.record["blocks"],
         "committed": sorted(committed),
         "missing": [block for block in range(store.record["blocks"]) if block not in committed],
-        "stored_bytes": _tree_bytes(store.path),
+        "stored_bytes": tree_bytes(store.path),
         "complete": store.complete,
     }
 
@@ -285,7 +295,7 @@ def entries_of(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
             yield array, entry
 
 
-def _tree_bytes(root: Path) -> int:
+def tree_bytes(root: Path) -> int:
     """Bytes of all files under ``root``; files that vanish meanwhile count nothing."""
     names = (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
     return sum(size_bytes(Path(name)) or 0 for name in names)
@@ -296,6 +306,9 @@ def _lacks(store: Store, blocks: int) -> list[str]:
     committed = store.committed()
     lacks = [f"block {block} is not committed" for block in range(blocks) if block not in committed]
     for block, record in committed.items():
+        lacks += [
+            f"block {block} names no file of {array}" for array in store.layouts if not record["shards"].get(array)
+        ]
         for array, entry in entries_of(record):
             found = size_bytes(store.shard_file(array, entry["index"]))
             if found != entry["bytes"]:

@@ -55,6 +55,10 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
     damages += _record_damages(store, sorted(committed), unreadable)
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
     for done, (block, record) in enumerate(sorted(committed.items()), start=1):
+        for array in sorted(store.layouts):
+            if not record["shards"].get(array):
+                problem = "the record names no file of this array"
+                damages.append(Damage(value=array, layers=(), block=block, problem=problem, shard=""))
         for array, entry in entries_of(record):
             owner = owners.setdefault((array, tuple(entry["index"])), block)
             if owner != block:
@@ -90,6 +94,8 @@ def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
         for block in blocks:
             for entry in committed.get(block, lost)["shards"].get("length", ()):
                 store.shard_file("length", entry["index"]).unlink(missing_ok=True)  # to readers they are not there
+        if "length" in store.layouts:
+            records.sync_folder(store.path / "length")
         records.drop_blocks(store.path, blocks)
     except OSError as error:
         raise records.storage_error(error, store.path / records.FOLDER) from error

@@ -4,22 +4,39 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray
 import zarr
+from zarr.core.codec_pipeline import BatchedCodecPipeline
+from zarr.registry import register_pipeline
 
 from kimicap import arrays, records, store
 from kimicap.errors import KimicapError, MismatchError, RoomError, UsageError
 from kimicap.layout import ArrayLayout
 from tests import captures
+
+
+class Own(BatchedCodecPipeline):
+    """A pipeline that a user has told zarr to take."""
+
+    read_from = 0
+
+    async def read(self, *given, **more):
+        Own.read_from += 1
+        return await super().read(*given, **more)
+
+
+register_pipeline(Own)
 
 
 def one_array(path, dtype="float32", shape=(3, 4, 5), chunk=(1, 1, 5), shard=(2, 2, 10), codec="lz4"):
@@ -548,11 +565,23 @@ def test_open_and_info(tmp_path):
     json.dumps(told)
 
 
+def test_a_pipeline_of_ones_own_reads_the_arrays(tmp_path):
+    captures.new(tmp_path / "c")
+    name = f"{Own.__module__}.{Own.__name__}"
+    with zarr.config.set({"codec_pipeline.path": name}):
+        tree = store.open_capture(tmp_path / "c")
+    Own.read_from = 0
+    _ = tree["mlp/router_logits"].values
+    assert Own.read_from
+
+
 def test_a_capture_reads_as_with_xarray_alone_and_zarr_is_left_as_it_was(tmp_path):
     capture = captures.new(tmp_path / "c")
     capture.commit(1, {"shards": captures.write_block(capture, 1)})  # of the others nothing is there: fill
     before = dict(zarr.config.get("codec_pipeline"))
     tree = store.open_capture(tmp_path / "c")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: store.open_capture(tmp_path / "c"), range(40)))
     assert zarr.config.get("codec_pipeline") == before
     assert tree.identical(xarray.open_datatree(tmp_path / "c", engine="zarr"))
     shard = next(file for file in (tmp_path / "c/mlp/router_logits").iterdir() if file.name.startswith("c."))
@@ -561,6 +590,21 @@ def test_a_capture_reads_as_with_xarray_alone_and_zarr_is_left_as_it_was(tmp_pat
     shard.write_bytes(content)
     with pytest.raises(ValueError, match="checksum"):
         _ = store.open_capture(tmp_path / "c")["mlp/router_logits"].values
+
+
+@pytest.mark.parametrize("meanwhile", ["replaced", "removed"])
+def test_a_capture_that_another_run_replaced_is_not_written_to(tmp_path, meanwhile):
+    ours = captures.new(tmp_path / "c")
+    shards = captures.write_block(ours, 0)
+    shutil.rmtree(tmp_path / "c")
+    if meanwhile == "replaced":
+        captures.new(tmp_path / "c")
+    before = sorted((tmp_path / "c").rglob("*"))
+    with pytest.raises(MismatchError, match="was replaced or removed by another run; this one can write nothing more"):
+        captures.write_block(ours, 1)
+    with pytest.raises(MismatchError, match="was replaced or removed"):
+        ours.commit(0, {"shards": shards})
+    assert sorted((tmp_path / "c").rglob("*")) == before
 
 
 def test_as_many_threads_encode_as_the_process_may_use_processors(tmp_path, monkeypatch):

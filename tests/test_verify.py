@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimicap import store
+from kimicap.errors import MismatchError
 from kimicap.verify import repair, verify
 from tests import captures
 
@@ -122,6 +123,20 @@ def test_a_lost_record_is_found(capture, harm, words):
     resume_all(capture)
 
 
+def test_a_record_that_lacks_an_array_is_found(capture):
+    file = capture / ".kimicap/blocks/00000001.json"
+    record = json.loads(file.read_text())
+    del record["shards"]["mlp/router_logits"]
+    file.write_text(json.dumps(record))
+    (damage,) = verify(capture)
+    assert (damage.value, damage.block) == ("mlp/router_logits", 1)
+    assert damage.problem == "the record names no file of this array"
+    with pytest.raises(MismatchError, match="block 1 names no file of mlp/router_logits"):
+        store.resume(capture).seal(3, {})
+    assert repair(capture, [damage]) == [1]
+    resume_all(capture)
+
+
 def test_missing_blocks_of_an_unfinished_capture_are_no_damage(tmp_path):
     capture = captures.new(tmp_path / "c")
     capture.commit(1, {"shards": captures.write_block(capture, 1)})
@@ -147,8 +162,9 @@ def test_records_that_do_not_fit_the_arrays(capture):
 
 def test_a_file_where_nothing_was_stored(tmp_path):
     capture = captures.new(tmp_path / "c")
+    shards = captures.write_block(capture, 0)
     capture.write("attention_mask", (0, 0), np.zeros((2, 6), bool))
-    capture.commit(0, {"shards": {"attention_mask": [[0, 0]]}})
+    capture.commit(0, {"shards": shards})
     assert verify(tmp_path / "c") == []
     (tmp_path / "c/attention_mask/c.0.0").write_bytes(b"x")
     (damage,) = verify(tmp_path / "c")
