@@ -142,21 +142,17 @@ def run_command(
     from kimicap import report
     from kimicap.cluster import find_rank
     from kimicap.documents import plan_document
-    from kimicap.prepare import check_room
+    from kimicap.run import check_disk, check_place, run
 
     rank = find_rank()
     with _stoppable() as until_asked:
         if not dry_run:
-            from kimicap.run import check_place
-
             check_place(load_settings(config, flags), resume=resume, overwrite=overwrite, rank=rank)
         prepared = _prepared(config, flags)
         if not rank.rank:
             report.show_plan(plan_document(prepared), err=not dry_run)
         if dry_run:
-            return check_room(prepared)
-        from kimicap.run import run
-
+            return check_disk(prepared, resume=resume, overwrite=overwrite)
         events = until_asked(run(prepared, resume=resume, overwrite=overwrite, rank=rank))
         report.follow(events, prepared, rank, resume=resume)
     if not rank.rank:

@@ -6,13 +6,15 @@ in kimicap decides an exit code.
 
 
 class KimicapError(Exception):
-    """Base of every error that a person can cause and mend."""
+    """Base of every error that a person can cause and mend; itself a failure that has no class of its own."""
 
-    exit_code = 2
+    exit_code = 1
 
 
 class UsageError(KimicapError):
     """Wrong flags, settings, schema file, model, dataset or selection."""
+
+    exit_code = 2
 
 
 class MismatchError(KimicapError):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kimicap.architecture import Architecture
-from kimicap.errors import CheckError, UsageError
+from kimicap.errors import CheckError, RoomError
 from kimicap.hooks import Recorder
 from kimicap.rows import Rows
 
@@ -154,7 +154,7 @@ def _within_memory(module: torch.nn.Module) -> Callable[..., Any]:
         try:
             return module(**arguments)
         except torch.OutOfMemoryError:
-            raise UsageError(
+            raise RoomError(
                 "The device's memory does not hold this batch; give a smaller --batch-tokens and go on with --resume."
             ) from None
 

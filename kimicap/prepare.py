@@ -130,15 +130,20 @@ def on_existing(prepared: Prepared, layouts: Mapping[str, ArrayLayout]) -> Prepa
     return replace(prepared, plan=plan, group=group, may_split=may_split)
 
 
-def check_room(prepared: Prepared, *, blocks_done: int = 0) -> None:
+def check_room(prepared: Prepared, *, blocks_done: int = 0, freed_bytes: int = 0) -> None:
     """Refuses a capture that the disk does not hold.
+
+    Args:
+        prepared: The run.
+        blocks_done: Blocks that are there already.
+        freed_bytes: What is deleted before anything is written.
 
     Raises:
         RoomError: It does not fit.
     """
     plan = prepared.plan
     needed = int(plan.disk_bytes * (1 - blocks_done / plan.blocks))
-    free = free_bytes(prepared.settings.out)
+    free = free_bytes(prepared.settings.out) + freed_bytes
     if needed > free:
         raise RoomError(
             f"The capture needs about {size_text(needed)}, but {size_text(free)} are free where "

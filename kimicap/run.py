@@ -35,7 +35,7 @@ def run(
     if existing is not None:
         prepared = on_existing(prepared, existing.layouts)
     done = {} if existing is None else existing.committed()
-    check_room(prepared, blocks_done=len(done))
+    check_disk(prepared, resume=resume, overwrite=overwrite)
     todo = rank.blocks(prepared.plan.blocks, done)
     from kimicap.session import Session
 
@@ -74,7 +74,7 @@ def check_place(settings: Settings, *, resume: bool, overwrite: bool, rank: Rank
     """Refuses a run for what lies at its path already, before anything is read for it.
 
     Raises:
-        UsageError: There is a capture and neither flag, none and ``resume``, or something that is no capture.
+        UsageError: There is a capture and neither flag, or something that is no capture.
     """
     out = local(settings.out)
     if rank.world > 1 and overwrite:
@@ -82,18 +82,28 @@ def check_place(settings: Settings, *, resume: bool, overwrite: bool, rank: Rank
     if resume and overwrite:
         raise UsageError("--resume goes on with a capture and --overwrite replaces it; give one of them.")
     if overwrite or not records.is_capture(out):
-        if resume:
-            raise UsageError(f"{out} holds no capture to go on with; leave --resume away to begin one.")
         if not rank.rank:
             check_target(out, overwrite=overwrite)
     elif not resume and not rank.rank:  # rank 0 may just have created it, or tells
         raise UsageError(f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite.")
 
 
+def check_disk(prepared: Prepared, *, resume: bool, overwrite: bool) -> None:
+    """Refuses a run if the disk does not hold what is still to come, with what ``overwrite`` deletes first.
+
+    Raises:
+        RoomError: It does not fit.
+    """
+    out = local(prepared.settings.out)
+    there = records.is_capture(out)
+    done = len(records.read_blocks(out)[0]) if there and resume else 0
+    check_room(prepared, blocks_done=done, freed_bytes=store.tree_bytes(out) if there and overwrite else 0)
+
+
 def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:
     """The capture to go on with; None where one is to be created."""
     check_place(prepared.settings, resume=resume, overwrite=overwrite, rank=rank)
-    if not resume:
+    if not resume or not records.is_capture(local(prepared.settings.out)):
         return None
     opened = store.resume(prepared.settings.out)
     _compare(prepared, opened)

@@ -255,9 +255,9 @@ def test_an_existing_capture_and_other_settings(folder, tmp_path):
     assert other.exit_code == 3
     assert "was begun with other settings" in other.stderr
     assert "values is ['logits'], was" in other.stderr
-    nothing = call("run", *basics(folder), "--out", tmp_path / "o.zarr", "--resume")
-    assert nothing.exit_code == 2
-    assert "holds no capture to go on with" in nothing.stderr
+    fresh = call("run", *basics(folder), "--out", tmp_path / "o.zarr", "--resume")  # a job that is always resumed
+    assert fresh.exit_code == 0, fresh.stderr
+    assert store.info(tmp_path / "o.zarr")["complete"]
     assert store.info(done)["complete"]
 
 
@@ -270,6 +270,18 @@ def test_a_disk_too_small_is_refused_with_the_plan(folder, tmp_path, monkeypatch
     assert "1 kB are free where" in result.stderr
     assert "1 kB free" in (result.stdout if command == "plan" else result.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_overwrite_deletes_makes_room(folder, tmp_path, monkeypatch):
+    out = tmp_path / "o.zarr"
+    assert call("run", *basics(folder), "--out", out).exit_code == 0
+    stored, usage = store.info(out)["stored_bytes"], shutil.disk_usage(tmp_path)
+    needed = json.loads(call("plan", *basics(folder), "--out", out, "--json").stdout)["disk_bytes"]
+    for free, code in ((needed - stored, 0), (needed - stored - 1, 4)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        assert call("run", *basics(folder), "--out", out, "--overwrite", "--dry-run").exit_code == code
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    assert call("run", *basics(folder), "--out", out, "--resume", "--dry-run").exit_code == 0  # nothing is to come
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["run", "--vlaues", "x"], ["run", "--limit", "many"], ["info"]])
@@ -293,7 +305,7 @@ def test_unexpected_failures(folder, monkeypatch):
 
 
 def test_one_table_from_errors_to_exit_codes():
-    classes = {UsageError: 2, MismatchError: 3, RoomError: 4, Stopped: 75, KimicapError: 2}
+    classes = {UsageError: 2, MismatchError: 3, RoomError: 4, Stopped: 75, KimicapError: 1}
     assert {kind: exit_code_of(kind("x")) for kind in classes} == classes
     assert exit_code_of(KeyboardInterrupt()) == 75
     assert exit_code_of(RuntimeError()) == 1

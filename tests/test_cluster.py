@@ -28,6 +28,12 @@ def together(driver, out, world, *, resume=False, more=None):
         ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Rank(rank=1, world=2)),
         # A batch script or shell inside an allocation is no step of several tasks.
         ({"SLURM_NTASKS": "8"}, Rank()),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Rank()),
+        # A step of fewer tasks than the job has.
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"},
+            Rank(rank=1, world=2),
+        ),
         ({"RANK": "3"}, Rank()),
     ],
 )
@@ -122,9 +128,10 @@ def test_a_rank_with_other_settings_than_rank_0_is_refused(driver, tmp_path):
     assert sorted(store.resume(out).committed()) == first.committed == list(range(0, BLOCKS, 2))
 
 
-def test_nobody_waits_for_a_capture_that_nobody_creates(driver, tmp_path):
+def test_processes_that_resume_begin_where_nothing_was_begun(driver, whole, tmp_path):
     outcomes = together(driver, tmp_path / "c.zarr", 2, resume=True)
-    assert [outcome.status for outcome in outcomes] == ["UsageError"] * 2
+    assert [outcome.status for outcome in outcomes] == ["done"] * 2
+    assert contents(tmp_path / "c.zarr") == whole
 
 
 def test_stage_times_are_stored(driver, tmp_path):

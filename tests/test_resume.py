@@ -145,10 +145,12 @@ def test_without_resume_an_existing_capture_is_refused(driver, tmp_path):
     assert outcome.message == (
         f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite."
     )
-    outcome = driver.run(tmp_path / "d.zarr", resume=True)
-    assert outcome.message == (
-        f"{tmp_path / 'd.zarr'} holds no capture to go on with; leave --resume away to begin one."
-    )
+
+
+def test_resume_begins_where_nothing_was_begun(driver, whole, tmp_path):
+    """A job that was stopped while it loaded the model, and is started again with --resume."""
+    assert driver.run(tmp_path / "c.zarr", resume=True).status == "done"
+    assert contents(tmp_path / "c.zarr") == whole
 
 
 def half(driver, out):
