@@ -42,8 +42,7 @@ INTO_NOTHING = {
         values=["states@every:64"],
         settings={"states": "fast"},
     ),
-    # 1.5 is asked on a GPU, 1.3 on the CPU.
-    "exact": Case(name="exact float32 states@every:64 into a sink", target="<= 1.3", values=["states@every:64"]),
+    "exact": Case(name="exact float32 states@every:64 into a sink", target="<= 1.5", values=["states@every:64"]),
     "patterns": Case(name="patterns of all MLA blocks into a sink", target="<= 1.25", values=["patterns"]),
 }
 TO_DISK = {

@@ -121,6 +121,8 @@ class Subject:
 class Discard:
     """A store that takes whole shards and forgets them at once."""
 
+    path = Path("nothing")
+
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.layouts = {array.path: array for array in arrays}
 
@@ -165,7 +167,9 @@ class Keep(Discard):
         alike = self._alike.setdefault((array, data.shape), [])
         if len(alike) < self.MOST_ALIKE:
             alike.append(data.copy())
-        self.shards.append((array, tuple(origin), alike[len(self.shards) % len(alike)]))
+            self.shards.append((array, tuple(origin), alike[-1]))
+        else:
+            self.shards.append((array, tuple(origin), alike[len(self.shards) % len(alike)]))
         return self
 
 
