@@ -289,7 +289,10 @@ def verify_command(
         report.show_verify(document)
     unmended = [damage for damage in damages if damage.block not in taken]
     if unmended:
-        remedy = "begin another capture" if repair else "--repair takes them back for `kimicap run --resume`"
+        if any(damage.block is not None for damage in unmended):
+            remedy = "--repair takes the blocks back for `kimicap run --resume`"
+        else:
+            remedy = "of metadata and coordinates, which cannot be computed again; begin another capture"
         raise MismatchError(f"{capture} is damaged in {len(unmended)} place{'s'[: len(unmended) > 1]}; {remedy}.")
 
 

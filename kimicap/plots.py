@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kimicap import store
-from kimicap.errors import UsageError
+from kimicap.errors import MismatchError, UsageError
 from kimicap.schema import load_schema
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ def plot(
 
     Raises:
         UsageError: The capture has no such value, layer, head or sequence; or matplotlib is not installed.
+        MismatchError: Files of the capture are damaged.
     """
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"A picture is a .png, .svg or .pdf, and {out} is none; give another --out.")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -56,14 +59,17 @@ def plot(
         )
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    drawn = _draw(axes, array, layer=layer, head=head, length=int(lengths[sequence]))
+    try:
+        drawn = _draw(axes, array, layer=layer, head=head, length=int(lengths[sequence]))
+    except (ValueError, RuntimeError) as error:  # as zarr and its codecs tell of bytes that are not what was written
+        raise MismatchError(f"{path} cannot be read ({error}); find the damage with `kimicap verify`.") from error
     if positions is not None:
         _label_selected(axes, array, positions)
     axes.set_title(f"{array.name} of sequence {sequence}{drawn}")
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:
-        raise UsageError(f"The picture {out} cannot be written: {error}. Give a path that ends in .png.") from None
+        raise UsageError(f"The picture {out} cannot be written: {error}. Give another --out.") from None
 
 
 def _find(tree: Any, value: str) -> "DataArray":

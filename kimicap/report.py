@@ -99,7 +99,12 @@ def show_info(path: str, found: Mapping[str, Any]) -> None:
     console, attributes = _console(), found["attributes"]
     state = "complete" if found["complete"] else "not complete"
     console.print(f"{path}: {len(found['committed'])} of {found['blocks']} blocks committed, {state}")
-    if not found["complete"] and not found["missing"]:
+    if found["complete"] and found["missing"]:
+        lost = ranges(found["missing"])
+        console.print(
+            f"records of blocks {lost} are lost; `kimicap verify --repair` and `kimicap run --resume` mend that"
+        )
+    elif not found["complete"] and not found["missing"]:
         console.print("Every block is there; `kimicap seal` completes it.")
     elif found["missing"]:
         console.print(f"blocks missing: {ranges(found['missing'])}; `kimicap run --resume` goes on with them")
@@ -118,7 +123,7 @@ def show_info(path: str, found: Mapping[str, Any]) -> None:
     made = _table("made with", "")
     for name in _MADE_WITH:
         made.add_row(name, str(attributes.get(name)))
-    for name in ("versions", "kernels", "settings"):
+    for name in ("versions", "kernels", "stages", "settings"):
         told = {key: value for key, value in attributes.get(name, {}).items() if value not in (None, "", False)}
         made.add_row(name, ", ".join(f"{key}={value}" for key, value in told.items()))
     _print_table(console, made)

@@ -69,7 +69,7 @@ def _find(name: str, path: Path) -> Source:
         if path.suffix not in LOADERS:
             raise UsageError(f"The file {name!r} is of no known format; {_KNOWN}.")
         if path.stat().st_size == 0:
-            raise UsageError(f"The file {name!r} is empty.")
+            raise UsageError(f"The file {name!r} is empty; name one with rows.")
         return Source(name=name, kind="file", files=(path,), loader=LOADERS[path.suffix])
     if path.suffix in LOADERS or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise UsageError(f"There is no file or folder {name!r}. Check the path, or name a hub id like 'owner/name'.")

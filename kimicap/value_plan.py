@@ -163,7 +163,7 @@ def _array(
     found = grid.plan_grid(row, layers=max(1, layers), block=scope.block, together=min(scope.together, scope.block))
     source = {"computed": scope.model_dtype, "index": "int64"}.get(dtype, dtype)
     attributes = {
-        "long_name": value.about,
+        "long_name": f"Token ids of {name.removesuffix('_ids')}." if name.endswith("_top_ids") else value.about,
         "site": "; ".join(dict.fromkeys(str(site) for site in scope.architecture.sites(value))),
         "layout": [*(["layer"] if lead else []), "sequence", *row_dims],
         "source_dtype": source,

@@ -370,7 +370,7 @@ def test_files_that_cannot_be_read():
         "There is no file or folder 'no.jsonl'. Check the path, or name a hub id like 'owner/name'."
     )
     Path("empty.jsonl").touch()
-    assert fails(dataset="empty.jsonl") == "The file 'empty.jsonl' is empty."
+    assert fails(dataset="empty.jsonl") == "The file 'empty.jsonl' is empty; name one with rows."
     Path("a.xlsx").write_text("x")
     assert fails(dataset="a.xlsx") == (
         "The file 'a.xlsx' is of no known format; "

@@ -140,7 +140,7 @@ def test_damage_is_found_taken_back_and_captured_again(folder, tmp_path):
     found = call("verify", out)
     assert found.exit_code == 3
     assert shard.name in found.stdout
-    assert "is damaged in 1 place; --repair takes them back" in found.stderr
+    assert "is damaged in 1 place; --repair takes the blocks back" in found.stderr
     repaired = call("verify", out, "--repair")
     assert repaired.exit_code == 0
     assert "blocks taken back" in repaired.stdout

@@ -1,5 +1,6 @@
 """What the README shows works: the demo, the ways of reading, the table of values."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,11 @@ def test_pictures(capture, tmp_path, value, flags):
         ),
         (["--value", "decays", "--head", "9"], "--head 9 is not in the capture; decays has 0, 1, 2, 3."),
         (["--value", "residuals", "--sequence", "2"], "--sequence 2 lies outside the capture, which has 0 to 1."),
-        (["--value", "residuals", "--out", "picture.tiffany"], "picture.tiffany cannot be written"),
+        (
+            ["--value", "residuals", "--out", "picture.gif"],
+            "A picture is a .png, .svg or .pdf, and picture.gif is none",
+        ),
+        (["--value", "residuals", "--out", "none/p.png"], "The picture none/p.png cannot be written: [Errno 2]"),
     ],
 )
 def test_what_cannot_be_drawn(capture, tmp_path, monkeypatch, flags, sentence):
@@ -98,6 +103,21 @@ def test_what_cannot_be_drawn(capture, tmp_path, monkeypatch, flags, sentence):
     assert (result.exit_code, result.stdout) == (2, "")
     assert sentence in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_told_where_it_is_drawn(capture, tmp_path):
+    copy = tmp_path / "c.zarr"
+    shutil.copytree(capture, copy)
+    shard = next((copy / "mlp/router_logits").glob("c.*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    shard.write_bytes(content)
+    flags = ["--value", "router_logits", "--out", str(tmp_path / "p.png")]
+    found = [CliRunner().invoke(app, ["plot", str(copy), *flags, "--sequence", number]) for number in ("0", "1")]
+    damaged = [result for result in found if result.exit_code]
+    assert damaged
+    assert {result.exit_code for result in damaged} == {3}
+    assert all(result.stderr.endswith("find the damage with `kimicap verify`.\n") for result in damaged)
 
 
 def test_a_sequence_too_short_for_its_selection_is_not_drawn(tmp_path):
