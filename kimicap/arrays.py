@@ -54,7 +54,10 @@ def build(
     fresh = path.parent / f".{path.name}.kimicap-new-{uuid.uuid4().hex}"
     root_attributes = {**attributes, "format": records.FORMAT, "complete": False}
     try:
+        new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            records.sync_folder(folder.parent)
         _clear_leftovers(path)
         _build_zarr(fresh, arrays, coordinates, root_attributes, codec)
         records.write_run(fresh, record)

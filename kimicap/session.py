@@ -35,7 +35,8 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def handle(number: int, frame: Any) -> None:
-        signal.signal(number, before[signal.Signals(number)])
+        for each, handler in before.items():
+            signal.signal(each, handler)
         stop()
 
     try:

@@ -113,10 +113,14 @@ def test_a_second_signal_acts_as_if_nobody_listened(number):
     def other(*_):
         others.append(number)
 
+    first = signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM  # of another kind too
     before = signal.signal(number, other)
     try:
         with signals(lambda: stops.append(number)):
-            pass
+            signal.raise_signal(first)
+            assert (stops.pop(), others) == (number, [])
+            signal.raise_signal(number)
+            assert (stops, others.pop()) == ([], number)
         assert signal.getsignal(number) is other
         with signals(lambda: stops.append(number)):
             signal.raise_signal(number)

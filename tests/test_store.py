@@ -227,6 +227,15 @@ def test_a_new_capture_is_synced_whole_before_it_is_put_in_place_and_its_name_af
     assert [step[:2] for step in steps[at + 1 :]] == [("sync", str(tmp_path))]
 
 
+def test_folders_made_for_a_capture_are_synced_into_their_own(tmp_path, steps):
+    captures.new(tmp_path / "a/b/c")
+    assert {name for kind, name, _ in steps if kind == "sync"} >= {
+        str(tmp_path),
+        str(tmp_path / "a"),
+        str(tmp_path / "a/b"),
+    }
+
+
 def test_every_array_syncs_its_shards_and_locks_no_file(tmp_path):
     capture = captures.new(tmp_path / "c")
     for name in capture.layouts:
