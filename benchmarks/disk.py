@@ -24,12 +24,12 @@ def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]
     """Kimicap's way of given rows to the disk, over tensorstore told to write the same whole shards."""
     prepared = subject.prepared(["residuals"], batches=batches * 128)
     shards = noise_shards(prepared)
-    rows, slots = _rows(prepared), Slots(2**32, pinned=False)
+    rows, slots = rows_of(prepared), Slots(2**32, pinned=False)
     with scratch() as folder:
         taken = alternate(
             {
                 "direct": lambda: _tensorstore_alone(prepared, folder / "direct.zarr", shards),
-                "kimicap": lambda: _assemble(prepared, folder / "kimicap.zarr", rows, slots),
+                "kimicap": lambda: assemble(prepared, folder / "kimicap.zarr", rows, slots),
             },
             repeats=repeats,
             before=lambda: clear(folder),
@@ -42,7 +42,7 @@ def writing(subject: Subject, *, batches: int, repeats: int) -> Iterator[Result]
             spread=spread,
             detail={**taken, "bytes": prepared.plan.nbytes},
         )
-        _assemble(prepared, folder / "kimicap.zarr", rows, slots)
+        assemble(prepared, folder / "kimicap.zarr", rows, slots)
         yield _bytes_on_disk(prepared, folder)
 
 
@@ -108,7 +108,8 @@ def _at_48b(folder: Path, values: list[str], *, rows: int) -> Prepared:
     return planned(shape, file, values, folder / "none.zarr")
 
 
-def _rows(prepared: Prepared) -> dict[str, np.ndarray]:
+def rows_of(prepared: Prepared) -> dict[str, np.ndarray]:
+    """Noise for the layers of a sequence, of a plan's first value."""
     import torch
 
     value = prepared.plan.values[0]
@@ -116,7 +117,8 @@ def _rows(prepared: Prepared) -> dict[str, np.ndarray]:
     return {value.key: rows.numpy()}
 
 
-def _assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray], slots: Slots) -> None:
+def assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray], slots: Slots) -> None:
+    """Kimicap's way of rows to a fresh capture, the same for every sequence, without a model."""
     import torch
 
     plan, opened = prepared.plan, create(prepared, path)

@@ -145,9 +145,9 @@ def plan_capture(
 def slot_memory(memory: int, codec: str) -> int:
     """Bytes of ``--memory`` that slots may take: the rest is for what the store holds of shards being written.
 
-    That is up to a slot's size again where chunks are compressed, and twice that where they are not, as measured.
+    As measured, that is up to one and a half times a slot's size where chunks are compressed, and twice where not.
     """
-    return memory // (3 if codec == "none" else 2)
+    return memory // 3 if codec == "none" else memory * 2 // 5
 
 
 def forward_group(
