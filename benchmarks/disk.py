@@ -131,8 +131,7 @@ def assemble(prepared: Prepared, path: Path, rows: dict[str, np.ndarray], slots:
                 assembler.put(value.key, layer, sequence, Piece(row=0, tensor=tensor))
         pending = assembler.take_pending()
         assembler.writers.wait_handed_over(pending)
-        for write in pending.writes:
-            write.result()
+        pending.wait()
     assembler.close()
 
 

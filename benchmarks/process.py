@@ -8,16 +8,12 @@ from pathlib import Path
 
 from benchmarks.harness import Result
 from benchmarks.subject import Subject, scratch
+from kimicap.config import Settings
+from kimicap.slots import Slots
 
-# Of a process alone: getrusage also counts the one that started it.
-_READ_PEAK = """
-peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
-"""
-
-_PEAK = (
-    _READ_PEAK
-    + """
+_PEAK = """
 import json, sys
+from benchmarks.process import peak_bytes, tell_peak
 from benchmarks.subject import create
 from pathlib import Path
 from kimicap.config import load_settings
@@ -30,42 +26,36 @@ from kimicap.cluster import Rank
 given = json.loads(sys.argv[1])
 prepared = prepare(load_settings(None, given))
 model = load_model(prepared.settings, prepared.architecture)
-slots = Slots(slot_memory(prepared.settings.memory, prepared.settings.codec), pinned=False)
+slots = Slots(slot_memory(prepared.settings), pinned=False)
 session = Session(prepared, model, slots)
 session.probe()
 import torch
 ids = torch.randint(3, 4000, (max(1, given["batch_tokens"] // 512), 512))
 with torch.inference_mode():
     model.model(input_ids=ids, use_cache=False)
-before = peak()
+before = peak_bytes()
 store = create(prepared, Path(given["out"]))
 for _ in session.capture(store, range(prepared.plan.blocks), rank=Rank()):
     pass
-found = {"before": before, "after": peak(), "budget": prepared.settings.memory}
-print(json.dumps({**found, "slots": slots.budget_bytes, "slots_peak": slots.peak_bytes}))
+tell_peak(before, slots, prepared.settings)
 """
-)
 
-_FILLED = (
-    _READ_PEAK
-    + """
+_FILLED = """
 import json, sys
 from pathlib import Path
 from benchmarks.disk import assemble, rows_of
+from benchmarks.process import peak_bytes, tell_peak
 from kimicap.config import load_settings
 from kimicap.plan import slot_memory
 from kimicap.prepare import prepare
 from kimicap.slots import Slots
 given = json.loads(sys.argv[1])
 prepared = prepare(load_settings(None, given))
-budget = prepared.settings.memory
-rows, slots = rows_of(prepared), Slots(slot_memory(budget, prepared.settings.codec), pinned=False)
-before = peak()
+rows, slots = rows_of(prepared), Slots(slot_memory(prepared.settings), pinned=False)
+before = peak_bytes()
 assemble(prepared, Path(given["out"]), rows, slots)
-found = {"before": before, "after": peak(), "budget": budget}
-print(json.dumps({**found, "slots": slots.budget_bytes, "slots_peak": slots.peak_bytes}))
+tell_peak(before, slots, prepared.settings)
 """
-)
 
 _FIRST = """
 import json, sys, time
@@ -88,6 +78,18 @@ else:
             break
 print(time.perf_counter() - start)
 """
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had; getrusage would also count the one that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+def tell_peak(before: int, slots: Slots, settings: Settings) -> None:
+    """Prints what `memory` reads: the peak before a capture and now, and what it may be."""
+    found = {"before": before, "after": peak_bytes(), "budget": settings.memory}
+    print(json.dumps({**found, "slots": slots.budget_bytes, "slots_peak": slots.peak_bytes}))
 
 
 def memory(subject: Subject) -> Iterator[Result]:

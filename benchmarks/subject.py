@@ -100,7 +100,7 @@ class Subject:
     def slots(self, prepared: Prepared) -> Slots:
         """Host memory for captures, to be used again: pinning it is for the start of a run, not for each batch."""
         on_gpu = next(self.model.parameters()).device.type == "cuda"
-        return Slots(slot_memory(prepared.settings.memory, prepared.settings.codec), pinned=on_gpu)
+        return Slots(slot_memory(prepared.settings), pinned=on_gpu)
 
     def capture(self, prepared: Prepared, slots: Slots, target: Any = None) -> None:
         """Captures all blocks into ``target``, or into nothing, and seals it."""

@@ -142,17 +142,18 @@ def run_command(
     from kimicap import report
     from kimicap.cluster import find_rank
     from kimicap.documents import plan_document
-    from kimicap.run import check_disk, check_place, run
 
     rank = find_rank()
     with _stoppable() as until_asked:
+        from kimicap.run import check_disk, check_place, committed_at, run
+
         if not dry_run:
             check_place(load_settings(config, flags), resume=resume, overwrite=overwrite, rank=rank)
         prepared = _prepared(config, flags)
         if not rank.rank:
             report.show_plan(plan_document(prepared), err=not dry_run)
         if dry_run:
-            return check_disk(prepared, resume=resume, overwrite=overwrite)
+            return check_disk(prepared, committed_at(prepared.settings, resume=resume), overwrite=overwrite)
         events = until_asked(run(prepared, resume=resume, overwrite=overwrite, rank=rank))
         report.follow(events, prepared, rank, resume=resume)
     if not rank.rank:

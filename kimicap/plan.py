@@ -8,7 +8,7 @@ import numpy as np
 
 from kimicap import grid
 from kimicap.architecture import Architecture, Want
-from kimicap.config import size_text
+from kimicap.config import Settings, size_text
 from kimicap.errors import RoomError
 from kimicap.layout import ArrayLayout, Coordinate
 from kimicap.value_plan import Scope, ValuePlan, coordinates, disk_bytes, frame_arrays, layer_axes, value_plans
@@ -142,12 +142,12 @@ def plan_capture(
     )
 
 
-def slot_memory(memory: int, codec: str) -> int:
+def slot_memory(settings: Settings) -> int:
     """Bytes of ``--memory`` that slots may take: the rest is for what the store holds of shards being written.
 
     As measured, that is up to one and a half times a slot's size where chunks are compressed, and twice where not.
     """
-    return memory // 3 if codec == "none" else memory * 2 // 5
+    return settings.memory // 3 if settings.codec == "none" else settings.memory * 2 // 5
 
 
 def forward_group(

@@ -114,7 +114,7 @@ def _group(settings: Settings, plan: CapturePlan) -> tuple[int, bool]:
         plan,
         batch_tokens=settings.batch_tokens,
         batch_size=settings.batch_size,
-        memory=slot_memory(settings.memory, settings.codec),
+        memory=slot_memory(settings),
         whole=settings.generate > 0 or settings.split_long == "continue",
     )
 

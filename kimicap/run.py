@@ -1,7 +1,7 @@
 """One run from a plan to a sealed capture: create or resume, load, loop, seal."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ def run(
         return
     if existing is not None:
         prepared = on_existing(prepared, existing.layouts)
-    done = {} if existing is None else existing.committed()
-    check_disk(prepared, resume=resume, overwrite=overwrite)
+    done = committed_at(settings, resume=resume)
+    check_disk(prepared, done, overwrite=overwrite)
     todo = rank.blocks(prepared.plan.blocks, done)
     from kimicap.session import Session
 
@@ -88,16 +88,21 @@ def check_place(settings: Settings, *, resume: bool, overwrite: bool, rank: Rank
         raise UsageError(f"{out} holds a capture already; go on with it by --resume, or replace it by --overwrite.")
 
 
-def check_disk(prepared: Prepared, *, resume: bool, overwrite: bool) -> None:
+def committed_at(settings: Settings, *, resume: bool) -> Mapping[int, Any]:
+    """Records of the blocks that are done where ``resume`` goes on, by block; none where there is no capture."""
+    out = local(settings.out)
+    return records.read_blocks(out)[0] if resume and records.is_capture(out) else {}
+
+
+def check_disk(prepared: Prepared, done: Collection[int], *, overwrite: bool) -> None:
     """Refuses a run if the disk does not hold what is still to come, with what ``overwrite`` deletes first.
 
     Raises:
         RoomError: It does not fit.
     """
     out = local(prepared.settings.out)
-    there = records.is_capture(out)
-    done = len(records.read_blocks(out)[0]) if there and resume else 0
-    check_room(prepared, blocks_done=done, freed_bytes=store.tree_bytes(out) if there and overwrite else 0)
+    freed = store.tree_bytes(out) if overwrite and records.is_capture(out) else 0
+    check_room(prepared, blocks_done=len(done), freed_bytes=freed)
 
 
 def _open_existing(prepared: Prepared, *, resume: bool, overwrite: bool, rank: Rank) -> store.Store | None:

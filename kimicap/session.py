@@ -105,7 +105,7 @@ class Session:
         """
         prepared, settings = on_existing(self._prepared, store.layouts), self._prepared.settings
         on_gpu = any(parameter.device.type == "cuda" for parameter in self._model.parameters())
-        slots = self._slots or Slots(slot_memory(settings.memory, settings.codec), pinned=on_gpu)
+        slots = self._slots or Slots(slot_memory(settings), pinned=on_gpu)
         loop = Loop(
             plan=prepared.plan,
             store=store,

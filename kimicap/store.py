@@ -295,6 +295,11 @@ def entries_of(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
             yield array, entry
 
 
+def unnamed(store: Store, record: Mapping[str, Any]) -> list[str]:
+    """Arrays of the capture of which a block's record names no shard."""
+    return sorted(array for array in store.layouts if not record["shards"].get(array))
+
+
 def tree_bytes(root: Path) -> int:
     """Bytes of all files under ``root``; files that vanish meanwhile count nothing."""
     names = (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
@@ -306,9 +311,7 @@ def _lacks(store: Store, blocks: int) -> list[str]:
     committed = store.committed()
     lacks = [f"block {block} is not committed" for block in range(blocks) if block not in committed]
     for block, record in committed.items():
-        lacks += [
-            f"block {block} names no file of {array}" for array in store.layouts if not record["shards"].get(array)
-        ]
+        lacks += [f"block {block} names no file of {array}" for array in unnamed(store, record)]
         for array, entry in entries_of(record):
             found = size_bytes(store.shard_file(array, entry["index"]))
             if found != entry["bytes"]:

@@ -112,10 +112,10 @@ def value_plans(scope: Scope, want: Want, group: tuple[int, ...]) -> Iterable[Va
     """
     in_model = want.value.host == "model"
     axis = group if want.request.layers is None or want.blocks == group else want.blocks
-    for name, row_dims, dtype in _stored(want.request):
+    for name, about, row_dims, dtype in _stored(want.request):
         dims, shape = _row_axes(scope, want, row_dims)
         lead = () if in_model else ("layer" if axis == group else f"{want.value.name}_layer",)
-        array = _array(scope, want, name, lead, dims, tuple(shape), row_dims, dtype, len(axis))
+        array = _array(scope, want, name, about, lead, dims, tuple(shape), row_dims, dtype, len(axis))
         yield ValuePlan(key=f"{want.value.host}.{name}", want=want, layers=axis, row_dims=row_dims, array=array)
 
 
@@ -150,6 +150,7 @@ def _array(
     scope: Scope,
     want: Want,
     name: str,
+    about: str,
     lead: tuple[str, ...],
     dims: Sequence[str],
     shape: tuple[int, ...],
@@ -163,7 +164,7 @@ def _array(
     found = grid.plan_grid(row, layers=max(1, layers), block=scope.block, together=min(scope.together, scope.block))
     source = {"computed": scope.model_dtype, "index": "int64"}.get(dtype, dtype)
     attributes = {
-        "long_name": f"Token ids of {name.removesuffix('_ids')}." if name.endswith("_top_ids") else value.about,
+        "long_name": about,
         "site": "; ".join(dict.fromkeys(str(site) for site in scope.architecture.sites(value))),
         "layout": [*(["layer"] if lead else []), "sequence", *row_dims],
         "source_dtype": source,
@@ -182,15 +183,15 @@ def _array(
     )
 
 
-def _stored(request: Request) -> Iterable[tuple[str, tuple[str, ...], str]]:
-    """Name, layout and dtype of each array that a request becomes."""
+def _stored(request: Request) -> Iterable[tuple[str, str, tuple[str, ...], str]]:
+    """Name, meaning, layout and dtype of each array that a request becomes."""
     value = request.value
     if request.top is None:
-        yield value.name, value.layout, value.dtype
+        yield value.name, value.about, value.layout, value.dtype
         return
     layout = tuple("top" if dim == "vocab" else dim for dim in value.layout)
-    yield f"{value.name}_top", layout, value.dtype
-    yield f"{value.name}_top_ids", layout, "int32"
+    yield f"{value.name}_top", value.about, layout, value.dtype
+    yield f"{value.name}_top_ids", f"Token ids of {value.name}_top.", layout, "int32"
 
 
 def _stored_dtype(dtype: str, scope: Scope) -> str:

@@ -10,7 +10,7 @@ from kimicap import records
 from kimicap.arrays import read_coordinate, read_root, set_attributes
 from kimicap.layout import ArrayLayout
 from kimicap.shards import size_bytes
-from kimicap.store import Store, entries_of, resume
+from kimicap.store import Store, entries_of, resume, unnamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,9 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
     damages += _record_damages(store, sorted(committed), unreadable)
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
     for done, (block, record) in enumerate(sorted(committed.items()), start=1):
-        for array in sorted(store.layouts):
-            if not record["shards"].get(array):
-                problem = "the record names no file of this array"
-                damages.append(Damage(value=array, layers=(), block=block, problem=problem, shard=""))
+        for array in unnamed(store, record):
+            problem = "the record names no file of this array"
+            damages.append(Damage(value=array, layers=(), block=block, problem=problem, shard=""))
         for array, entry in entries_of(record):
             owner = owners.setdefault((array, tuple(entry["index"])), block)
             if owner != block:
@@ -86,15 +85,18 @@ def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
     blocks = sorted({damage.block for damage in damages if damage.block is not None})
     if not blocks:
         return []
-    lost: dict[str, Any] = {"shards": {}}
-    committed = store.committed()
+    lengths = [
+        store.shard_file(array, entry["index"])
+        for block, record in store.committed().items()
+        for array, entry in entries_of(record)
+        if block in blocks and array == "length"
+    ]
     # In this order: a crash in between leaves records that verify finds damaged again.
     set_attributes(store.path, {"complete": False})
     try:
-        for block in blocks:
-            for entry in committed.get(block, lost)["shards"].get("length", ()):
-                store.shard_file("length", entry["index"]).unlink(missing_ok=True)  # to readers they are not there
-        if "length" in store.layouts:
+        for file in lengths:
+            file.unlink(missing_ok=True)  # to readers the blocks are not there
+        if lengths:
             records.sync_folder(store.path / "length")
         records.drop_blocks(store.path, blocks)
     except OSError as error:
