@@ -7,7 +7,6 @@ folders: they would find ``.kimicap`` there, and warn.
 import json
 import math
 import os
-import re
 import shutil
 import threading
 import uuid
@@ -30,8 +29,6 @@ from kimicap.records import storage_error
 if TYPE_CHECKING:
     from xarray import DataTree
 
-# Also as pathlib writes URLs, with one slash.
-_URL = re.compile(r"(s3|gs|gcs|az|abfs|hf|https?|file):/")
 _OPENING = threading.Lock()
 """Held while zarr's settings, which are those of the whole process, are not as they were."""
 
@@ -120,24 +117,6 @@ def read_coordinate(path: Path, name: str) -> np.ndarray[Any, Any]:
         return np.asarray(array[...])
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-
-
-def local(path: Path | str) -> Path:
-    """``path`` as an absolute local path.
-
-    Raises:
-        UsageError: It is the URL of an object store, or no path.
-    """
-    if "://" in str(path) or _URL.match(str(path)):
-        raise UsageError(f"{path} is a URL, and object stores are not supported yet. Give a local folder.")
-    try:
-        found = Path(path).resolve()
-        found.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        # A name that is too long, a loop of links, a zero byte.
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{str(path)!r} cannot be the path of a capture ({reason}). Give another.") from None
-    return found
 
 
 def read_root(path: Path) -> dict[str, Any]:

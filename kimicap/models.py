@@ -296,6 +296,10 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
             remedy = "install a newer transformers, or give a checkpoint with its own code and --trust-remote-code"
         elif "couldn't connect" in reason:
             remedy = "check the name and the connection, or give a local folder"
+        elif "attn_implementation" in reason or "FlashAttention" in reason:
+            remedy = "choose another --attention"
+        elif "experts_implementation" in reason:
+            remedy = "choose another --experts"
         raise UsageError(f"The {what} {name} cannot be loaded: {reason}. To mend it, {remedy}.") from error
 
 

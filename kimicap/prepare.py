@@ -16,6 +16,7 @@ from kimicap.errors import RoomError, UsageError
 from kimicap.layout import ArrayLayout
 from kimicap.models import architecture_of, load_tokenizer
 from kimicap.plan import CapturePlan, forward_group, plan_capture, slot_memory
+from kimicap.records import local
 from kimicap.schema import Schema, load_schema
 from kimicap.selection import parse_values
 
@@ -46,6 +47,7 @@ def prepare(settings: Settings) -> Prepared:
     Raises:
         KimicapError: Something about the settings is wrong.
     """
+    local(settings.out)
     schema = load_schema(settings.schema_file)
     requests = parse_values(settings.values, schema)
     architecture = architecture_of(settings, schema)

@@ -22,8 +22,28 @@ FOLDER = ".kimicap"
 RUN = "run.json"
 BLOCKS = "blocks"
 
+# Also as pathlib writes URLs, with one slash.
+_URL = re.compile(r"(s3|gs|gcs|az|abfs|hf|https?|file):/")
 _BLOCK_FILE = re.compile(r"\d{8,}\.json")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+def local(path: Path | str) -> Path:
+    """``path`` as an absolute local path.
+
+    Raises:
+        UsageError: It is the URL of an object store, or no path.
+    """
+    if "://" in str(path) or _URL.match(str(path)):
+        raise UsageError(f"{path} is a URL, and object stores are not supported yet. Give a local folder.")
+    try:
+        found = Path(path).resolve()
+        found.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, a loop of links, a zero byte.
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{str(path)!r} cannot be the path of a capture ({reason}). Give another.") from None
+    return found
 
 
 def write_json(target: Path, body: Mapping[str, Any], *, scratch: Path) -> None:

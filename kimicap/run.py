@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from kimicap import records, store
 from kimicap._version import __version__
-from kimicap.arrays import check_target, local
+from kimicap.arrays import check_target
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
 from kimicap.models import load_model, versions
 from kimicap.outcome import merged
 from kimicap.prepare import Prepared, check_room, on_existing
+from kimicap.records import local
 
 if TYPE_CHECKING:
     from kimicap.events import Event

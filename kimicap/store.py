@@ -14,10 +14,10 @@ import numpy as np
 import tensorstore as ts
 
 from kimicap import records
-from kimicap.arrays import build, local, open_tree, read_layouts, read_root, set_attributes
+from kimicap.arrays import build, open_tree, read_layouts, read_root, set_attributes
 from kimicap.errors import MismatchError
 from kimicap.layout import ArrayLayout, Coordinate
-from kimicap.records import storage_error
+from kimicap.records import local, storage_error
 from kimicap.shards import Array, Write, shard_index, size_bytes
 
 if TYPE_CHECKING:

@@ -89,6 +89,15 @@ def test_the_plan_goes_to_stdout_and_writes_nothing(folder, tmp_path, arguments)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["plan", "check", "run"])
+def test_urls_of_object_stores_are_refused(folder, command):
+    result = call(command, *basics(folder), "--out", "s3://bucket/o.zarr")
+    assert result.exit_code == 2
+    assert (
+        result.stderr == "s3://bucket/o.zarr is a URL, and object stores are not supported yet. Give a local folder.\n"
+    )
+
+
 def test_planned_bytes_are_those_of_the_arrays(folder):
     document = json.loads(call("plan", *basics(folder), "--json").stdout)
     found = json.loads(call("info", folder / "done.zarr", "--json").stdout)

@@ -148,8 +148,8 @@ def test_models_that_cannot_be_loaded(tmp_path, saved):
     text = sentence_of(loaded, folder)
     assert text.startswith(f"The model {folder} cannot be loaded: ")
     assert text.endswith("To mend it, check --model, or build it from its config with --random-weights.")
-    assert "cannot be loaded" in sentence_of(loaded, saved, attention="telepathy")
-    assert "cannot be loaded" in sentence_of(loaded, saved, experts="oracles")
+    assert sentence_of(loaded, saved, attention="telepathy").endswith("To mend it, choose another --attention.")
+    assert sentence_of(loaded, saved, experts="oracles").endswith("To mend it, choose another --experts.")
     (folder / "model.safetensors").write_bytes(b"damaged")
     assert "cannot be loaded" in sentence_of(loaded, folder)
 
