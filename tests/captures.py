@@ -1,6 +1,9 @@
 """Small captures for the tests of store and verify: 3 blocks of 2 sequences (the last of 1), 5 layers."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -101,3 +104,16 @@ def finished(path: Path) -> store.Store:
         capture.commit(block, {"shards": write_block(capture, block), "sequences": 2})
     capture.seal(BLOCKS, {"wall_s": 1.5})
     return capture
+
+
+def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs Python code that imports this module as ``captures``; a warning is an error."""
+    root = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{root.parent}{os.pathsep}{root}"}
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What a capture that was being made, or replaced, left beside itself."""
+    return [name for name in os.listdir(folder) if "kimicap-" in name]

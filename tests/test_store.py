@@ -4,10 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +16,8 @@ import zarr
 from zarr.core.codec_pipeline import BatchedCodecPipeline
 from zarr.registry import register_pipeline
 
-from kimicap import arrays, records, store
-from kimicap.errors import KimicapError, MismatchError, RoomError, UsageError
+from kimicap import records, store
+from kimicap.errors import MismatchError, UsageError
 from kimicap.layout import ArrayLayout
 from tests import captures
 
@@ -53,13 +49,6 @@ def one_array(path, dtype="float32", shape=(3, 4, 5), chunk=(1, 1, 5), shard=(2,
     return store.create(path, [layout], [], attributes={}, record={"blocks": 1}, codec=codec)
 
 
-def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{root.parent}{os.pathsep}{root}"}
-    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[str, str, int]]:
     """What is synced, or put in a place by a rename, in order: which of them, the path, and its bytes at that time."""
@@ -81,10 +70,6 @@ def steps(monkeypatch) -> list[tuple[str, str, int]]:
     monkeypatch.setattr(os, "replace", put(replace))
     monkeypatch.setattr(os, "rename", put(rename))
     return found
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if "kimicap-" in name]
 
 
 def test_a_finished_capture_reads_back_bit_for_bit(tmp_path):
@@ -121,10 +106,10 @@ assert sorted(members) == ["attention_mask", "mlp", "mlp/expert_indices", "mlp/l
                            "mlp/router_logits", "position"], members
 assert "kimicap" not in sys.modules
 """
-    done = run_script(script, tmp_path / "c.zarr")
+    done = captures.run_script(script, tmp_path / "c.zarr")
     assert done.returncode == 0, done.stderr
     captures.finished(tmp_path / "d.zarr")
-    done = run_script(script.replace("assert flat.router_logits.isnull().all()", ""), tmp_path / "d.zarr")
+    done = captures.run_script(script.replace("assert flat.router_logits.isnull().all()", ""), tmp_path / "d.zarr")
     assert done.returncode == 0, done.stderr
 
 
@@ -349,7 +334,7 @@ try:
 except store.MismatchError:
     pass
 """
-    threads = [threading.Thread(target=run_script, args=(script, tmp_path / "c", n)) for n in range(3)]
+    threads = [threading.Thread(target=captures.run_script, args=(script, tmp_path / "c", n)) for n in range(3)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     store.resume(tmp_path / "c").seal(3, {})
@@ -363,7 +348,7 @@ def test_an_existing_capture_is_refused_unless_overwritten(tmp_path):
         captures.new(tmp_path / "c")
     captures.new(tmp_path / "c", overwrite=True)
     assert not (tmp_path / "c/mlp/router_logits/c.0.0.0.0").exists()
-    assert leftovers(tmp_path) == []
+    assert captures.leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -410,130 +395,6 @@ def test_what_is_no_capture_cannot_be_resumed(tmp_path):
     (tmp_path / "c/zarr.json").write_text("{")
     with pytest.raises(MismatchError, match=r"zarr.json is missing or broken"):
         store.resume(tmp_path / "c")
-
-
-@pytest.mark.parametrize("hook", ["before", "after"])
-def test_killed_around_the_rename_of_a_record(tmp_path, hook):
-    captures.new(tmp_path / "c")
-    script = f"""
-import os, signal, sys, captures
-from kimicap import store
-capture = store.resume(sys.argv[1])
-shards = captures.write_block(capture, 0)
-real = os.replace
-def replace(source, target):
-    if {hook!r} == "after":
-        real(source, target)
-    os.kill(os.getpid(), signal.SIGKILL)
-os.replace = replace
-capture.commit(0, {{"shards": shards}})
-"""
-    assert run_script(script, tmp_path / "c").returncode == -signal.SIGKILL
-    capture = store.resume(tmp_path / "c")
-    assert list(capture.committed()) == ([0] if hook == "after" else [])
-    for block in range(3):
-        if block not in capture.committed():
-            capture.commit(block, {"shards": captures.write_block(capture, block)})
-    capture.seal(3, {})
-    for name, whole in captures.contents().items():
-        np.testing.assert_array_equal(zarr.open_group(tmp_path / "c", mode="r")[name][...], whole)
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_killed_while_creating(tmp_path, nth, overwrite):
-    if overwrite:
-        captures.finished(tmp_path / "c")
-    script = f"""
-import os, signal, sys, captures
-from kimicap import arrays
-real, calls = os.rename, []
-def rename(source, target):
-    calls.append(target)
-    if len(calls) == {nth}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(source, target)
-arrays.os.rename = rename
-captures.new(sys.argv[1], overwrite={overwrite})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert run_script(script, tmp_path / "c").returncode == -signal.SIGKILL
-    if (tmp_path / "c").exists():
-        store.resume(tmp_path / "c")
-    captures.new(tmp_path / "c", overwrite=True)
-    assert leftovers(tmp_path) == []
-
-
-def test_a_failed_rename_puts_the_old_capture_back(tmp_path, monkeypatch):
-    captures.finished(tmp_path / "c")
-    real, calls = os.rename, []
-
-    def rename(source, target):
-        calls.append(target)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        real(source, target)
-
-    monkeypatch.setattr(arrays.os, "rename", rename)
-    with pytest.raises(RoomError, match="is full"):
-        captures.new(tmp_path / "c", overwrite=True)
-    assert store.resume(tmp_path / "c").complete
-    assert leftovers(tmp_path) == []
-
-
-def test_killed_while_writing_shards(tmp_path):
-    captures.new(tmp_path / "c")
-    script = """
-import os, signal, sys, captures
-from kimicap import store
-capture = store.resume(sys.argv[1])
-captures.write_block(capture, 0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert run_script(script, tmp_path / "c").returncode == -signal.SIGKILL
-    capture = store.resume(tmp_path / "c")
-    for block in range(3):
-        capture.commit(block, {"shards": captures.write_block(capture, block)})
-    capture.seal(3, {})
-    for name, whole in captures.contents().items():
-        np.testing.assert_array_equal(zarr.open_group(tmp_path / "c", mode="r")[name][...], whole)
-
-
-def test_storage_errors_become_sentences():
-    text = "RESOURCE_EXHAUSTED: Error writing local file \"/d/c\": Failed [os_error_code='28']"
-    full = records.storage_error(ValueError(text), "/d/c")
-    assert type(full) is RoomError
-    assert str(full) == "The disk holding /d/c is full; free some and go on with --resume."
-    assert type(records.storage_error(OSError(122, "quota"), "/d")) is RoomError
-    denied = records.storage_error(PermissionError(13, "no"), "/d")
-    assert type(denied) is UsageError
-    assert "/d cannot be accessed: Permission denied. Mend its permissions" in str(denied)
-    other = records.storage_error(OSError(5, "Input/output error"), "/d")
-    assert type(other) is KimicapError
-    assert re.search("Reading or writing /d failed: .*Input/output error. Every committed block is kept", str(other))
-    assert records.storage_error(full, "/other") is full
-
-
-def test_a_write_that_fails_says_so_and_is_not_committed(tmp_path):
-    script = """
-import resource, signal, sys, numpy as np, captures
-from kimicap import store
-from kimicap.errors import KimicapError
-capture = captures.new(sys.argv[1])
-shards = captures.write_block(capture, 0)
-capture.commit(0, {"shards": shards})
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-shards = captures.write_block(capture, 1)
-try:
-    capture.commit(1, {"shards": shards})
-except KimicapError as error:
-    print(error)
-print(list(capture.committed()))
-"""
-    done = run_script(script, tmp_path / "c")
-    assert "failed:" in done.stdout, done.stderr
-    assert "[0]" in done.stdout
 
 
 def test_many_writes_leak_no_files(tmp_path):
@@ -599,21 +460,6 @@ def test_a_capture_reads_as_with_xarray_alone_and_zarr_is_left_as_it_was(tmp_pat
     shard.write_bytes(content)
     with pytest.raises(ValueError, match="checksum"):
         _ = store.open_capture(tmp_path / "c")["mlp/router_logits"].values
-
-
-@pytest.mark.parametrize("meanwhile", ["replaced", "removed"])
-def test_a_capture_that_another_run_replaced_is_not_written_to(tmp_path, meanwhile):
-    ours = captures.new(tmp_path / "c")
-    shards = captures.write_block(ours, 0)
-    shutil.rmtree(tmp_path / "c")
-    if meanwhile == "replaced":
-        captures.new(tmp_path / "c")
-    before = sorted((tmp_path / "c").rglob("*"))
-    with pytest.raises(MismatchError, match="was replaced or removed by another run; this one can write nothing more"):
-        captures.write_block(ours, 1)
-    with pytest.raises(MismatchError, match="was replaced or removed"):
-        ours.commit(0, {"shards": shards})
-    assert sorted((tmp_path / "c").rglob("*")) == before
 
 
 def test_as_many_threads_encode_as_the_process_may_use_processors(tmp_path, monkeypatch):
