@@ -20,7 +20,8 @@ CHUNK_TOKENS = 64
 
 
 def next_token_probs(want: Want, rows: Rows, *, logits: torch.Tensor) -> Iterator[Piece]:
-    """Softmax in float32 of the logits ``[batch, position, vocab]`` at each row's last token: ``[vocab]``."""
+    """Softmax in float32 of the logits ``[batch, kept, vocab]`` at each row's last token: ``[vocab]``."""
+    rows = rows.kept
     for row, (start, count) in enumerate(zip(rows.starts, rows.counts, strict=True)):
         if count:
             yield Piece(row=row, tensor=logits[row, start + count - 1].float().softmax(-1))

@@ -281,7 +281,7 @@ class Recorder:
             tensor = self._laid_out(raw.clone() if site.overwritten else raw, site.axes, layout, site.part, where)
         if want is not None and tensor is not None and block in self._blocks(want, site.part):
             if site.keep != "first" or self.rows.first:
-                self._hand_over(want, block, tensor)
+                self._hand_over(want, block, tensor, self.rows.kept if "kept" in (site.axes or ()) else self.rows)
         if (site.part, site.name) in self._ingredients:
             found = self._found[site.part, block]
             found[site.name] = tensor
@@ -317,9 +317,9 @@ class Recorder:
             if one:  # a value like any other, and perhaps an ingredient
                 self._read(site, block, result, f"{site.name} of block {block}")
 
-    def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor) -> None:
+    def _hand_over(self, want: Want, block: int | None, tensor: torch.Tensor, rows: Rows) -> None:
         """Cuts ``[batch, *layout]`` into rows, each narrowed to its own tokens and the positions and heads wanted."""
-        layout, key, rows = want.value.layout, want.value.key, self.rows
+        layout, key = want.value.layout, want.value.key
         axis = position_axis(want.value)
         head = layout.index("head") if "head" in layout else None
         alike = rows.alike and len(rows.counts) > 1

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ class Blocks(dict[int | None, torch.Tensor]):
     """Tensors ``[batch, *layout]`` by the block's number in the model; None for values of the whole model."""
 
     def __missing__(self, block: int | None) -> torch.Tensor:
+        if not self:
+            raise UsageError(
+                "The value has nothing in the latest forward: none of the chosen positions is among its tokens, or it "
+                "began without a state."
+            )
         blocks = sorted(found for found in self if found is not None)
         there = f"those of {ranges(blocks)}" if blocks else "[None], of the whole model"
         raise UsageError(f"The value was not captured in block {block}; there are {there}.")
@@ -35,7 +40,8 @@ class Captured(Mapping[str, Blocks]):
 
     ``captured["router_logits"][3]`` is a tensor ``[batch, *layout]`` of block 3, on the model's device, detached, in
     the dtype in which the model has it. Position 0 is a row's first real token; beyond its last lies NaN, or -1 in
-    indices. Where a value exists in no row of the forward (`state_input` of a prompt) it has no block.
+    indices, and in logits of positions that the model was not asked for (`logits_to_keep`, as in the first forward of
+    `model.generate`). Where a value exists in no row of the forward (`state_input` of a prompt) it has no block.
     """
 
     def __init__(self, keys: Sequence[str], short_names: Mapping[str, str]) -> None:
@@ -94,17 +100,25 @@ def capture(
     recorder = Recorder(model, architecture, wants, latest.take)
     captured = Captured(latest.keys, known.short_names)
     # The trunk is run by the model, or alone: hooks on both see either.
-    trunk = model.get_submodule(architecture.match.inside).get_submodule(architecture.family.trunk)
-    names = tuple(inspect.signature(trunk.forward).parameters)
+    inner = model.get_submodule(architecture.match.inside)
+    trunk = inner.get_submodule(architecture.family.trunk)
+    needs_head = any(architecture.family.needs_head(want.value) for want in wants)
+    kept: Any = None
+
+    def asked(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal kept
+        kept = _given(module, args, kwargs).get("logits_to_keep") if needs_head else None
 
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.rows = _rows_of({**dict(zip(names, args, strict=False)), **kwargs})
+        rows = _rows_of(_given(module, args, kwargs))
+        recorder.rows = replace(rows, kept_tokens=_kept_tokens(kept, rows.width_tokens))
         latest.pieces = {}
 
     def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         captured._forward = _Forward(wants=wants, pieces=latest.pieces, rows=recorder.rows)
 
     with ExitStack() as stack:
+        stack.callback(inner.register_forward_pre_hook(asked, with_kwargs=True).remove)
         stack.callback(trunk.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.enter_context(recorder.attached())
         for module in (trunk, model):
@@ -135,6 +149,27 @@ def _family(model: torch.nn.Module, schema: Schema) -> Family:
         f"The model is a {found.__name__} of {found.__module__}, which no family of the schema covers; pass a {known}, "
         "or name a schema file that has its family."
     )
+
+
+def _given(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module is called with, by name."""
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+
+
+def _kept_tokens(asked: Any, width: int) -> int | None:
+    """How many of a forward's last tokens have logits, by the model's ``logits_to_keep``.
+
+    Raises:
+        UsageError: It names positions of its own.
+    """
+    if asked is None:
+        return None
+    if not isinstance(asked, int):
+        raise UsageError(
+            "The model is called with logits_to_keep that is no number; pass how many of the last tokens are meant, or "
+            "leave out logits and what is made of them."
+        )
+    return len(range(width)[-asked:])
 
 
 def _rows_of(given: Mapping[str, Any]) -> Rows:

@@ -37,8 +37,7 @@ class Prepared:
     @property
     def needs_head(self) -> bool:
         """Whether a value wants the language-model head, which is left out otherwise."""
-        head = self.architecture.family.head
-        return any(want.value.host == "model" and want.value.name in head for want in self.wants)
+        return any(self.architecture.family.needs_head(want.value) for want in self.wants)
 
 
 def prepare(settings: Settings) -> Prepared:

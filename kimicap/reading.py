@@ -10,7 +10,7 @@ from kimicap.errors import UsageError
 
 def own_layout(axes: Sequence[str]) -> list[str]:
     """The layout of an ingredient that is no value: its own axes."""
-    renamed = {"token": "position", "past": "position"}
+    renamed = dict.fromkeys(("token", "past", "kept"), "position")
     names = [renamed.get(name, name) for axis in axes for name in axis.split("*")]
     return [name for name in names if name != "batch"]
 

@@ -1,7 +1,7 @@
 """Which tokens of a forward belong to which sequence, and tensors brought from a site's axes to a layout."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ class Rows:
         counts: Real tokens of each row; 0 for a row that has ended.
         past: Tokens of each sequence read before this forward, which is the position of its first token here.
         first: Whether this is the first forward of these sequences.
+        kept_tokens: How many of the last tokens the model was asked for logits of; None for all.
     """
 
     width_tokens: int
@@ -25,6 +26,7 @@ class Rows:
     counts: tuple[int, ...]
     past: tuple[int, ...]
     first: bool = True
+    kept_tokens: int | None = None
 
     @staticmethod
     def of_prompts(lengths: Sequence[int], *, width_tokens: int | None = None, left: bool = False) -> "Rows":
@@ -39,6 +41,22 @@ class Rows:
         return len(set(zip(self.starts, self.counts, self.past, strict=True))) == 1 and self.counts[0] > 0
 
     @property
+    def kept(self) -> "Rows":
+        """The rows of the last ``kept_tokens`` tokens; those before are as if read by an earlier forward."""
+        if self.kept_tokens is None:
+            return self
+        cut = self.width_tokens - self.kept_tokens
+        read = [min(max(cut - start, 0), count) for start, count in zip(self.starts, self.counts, strict=True)]
+        return replace(
+            self,
+            width_tokens=self.kept_tokens,
+            starts=tuple(max(start - cut, 0) for start in self.starts),
+            counts=tuple(count - gone for count, gone in zip(self.counts, read, strict=True)),
+            past=tuple(past + gone for past, gone in zip(self.past, read, strict=True)),
+            kept_tokens=None,
+        )
+
+    @property
     def aligned(self) -> bool:
         """Whether every row begins at the forward's first token."""
         return not any(self.starts)
@@ -49,9 +67,10 @@ def to_layout(
 ) -> torch.Tensor:
     """A site's tensor as ``[batch, *layout]``, its sizes checked.
 
-    The position axis holds the forward's ``width_tokens``, padding included; of a ``past`` axis, which also
-    holds the cache, the last ``width_tokens`` are kept. A ``token`` axis may also come unfolded, as two.
-    Tensors that lost their padding on the way, ``[1, real tokens, …]``, are given it back, as zeros.
+    The position axis holds the forward's ``width_tokens``, padding included; a ``kept`` axis holds those of
+    `Rows.kept`, and so does the result. Of a ``past`` axis, which also holds the cache, the last ``width_tokens``
+    are taken. A ``token`` axis may also come unfolded, as two. Tensors that lost their padding on the way,
+    ``[1, real tokens, …]``, are given it back, as zeros.
 
     Args:
         tensor: As it was found.
@@ -64,6 +83,8 @@ def to_layout(
     Raises:
         UsageError: The tensor's shape is not what the axes say.
     """
+    if "kept" in axes:
+        rows, axes = rows.kept, ["position" if axis == "kept" else axis for axis in axes]
     batch, width = len(rows.counts), rows.width_tokens
     names = [name for axis in axes for name in axis.split("*")]
     names = ["position" if name == "token" else name for name in names]

@@ -170,6 +170,10 @@ class Family:
         )
         return [site for site in found if site is not None]
 
+    def needs_head(self, value: Value) -> bool:
+        """Whether a value wants the language-model head."""
+        return value.host == "model" and value.name in self.head
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:

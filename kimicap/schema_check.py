@@ -37,7 +37,7 @@ INVARIANTS = (
     "latent_slots_add",
     "experts_add",
 )
-RAW_AXES = ("batch", "token", "past")
+RAW_AXES = ("batch", "token", "past", "kept")
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TOP = {"dimensions": dict, "short_names": dict, "values": dict, "families": dict}

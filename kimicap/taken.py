@@ -81,7 +81,7 @@ def take(
         pieces.setdefault((key, block), {}).setdefault(piece.row, []).append(kept)
 
     family, layouts = architecture.family, {want.value.key: want.value.layout for want in wants}
-    head = decoding is not None or any(w.value.host == "model" and w.value.name in family.head for w in wants)
+    head = decoding is not None or any(family.needs_head(want.value) for want in wants)
     recorder = Recorder(model, architecture, wants, sink, fast=fast)
     runner = Runner(model, architecture, recorder, head=head)
     outputs: list[torch.Tensor] = []

@@ -93,6 +93,66 @@ def test_the_trunk_alone_and_generate(model):
         assert captured["residuals"][5].shape == (2, 1, 64)
 
 
+HEAD = ["logits", "lm_head_output", "next_token_probs", "residuals"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kept", [1, 5, 12, 40, 0])
+def test_logits_of_the_last_tokens_alone(model, kept, side):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, (slice(0, 3) if side == "left" else slice(9, 12))] = 0
+    with kimicap.capture(model, HEAD) as captured:
+        output = model(IDS, attention_mask=mask)
+        whole = {key: captured[key][5 if key == "layers.layer_output" else None] for key in captured}
+        model(IDS, attention_mask=mask, logits_to_keep=kept)
+        found = {key: captured[key][5 if key == "layers.layer_output" else None] for key in captured}
+    here = torch.zeros(2, 12, dtype=torch.bool)
+    here[:, -kept:] = True
+    moved = torch.stack([here[0], here[1].roll(-3) if side == "left" else here[1]])  # position 0 is the first real one
+    moved &= torch.arange(12) < torch.tensor([[12], [9]])
+    assert torch.equal(whole["model.logits"][0], output.logits[0])
+    for key in ("model.logits", "model.lm_head_output"):
+        assert torch.equal(found[key].isnan().any(-1), ~moved), key
+        torch.testing.assert_close(found[key][moved], whole[key][moved], atol=1e-5, rtol=1e-5)
+    last = moved[torch.arange(2), torch.tensor([11, 8])]
+    assert last.tolist() == [True, side == "left" or not 1 <= kept <= 3]
+    torch.testing.assert_close(
+        found["model.next_token_probs"][last], whole["model.next_token_probs"][last], atol=1e-6, rtol=1e-5
+    )
+    assert bool(found["model.next_token_probs"][~last].isnan().all())
+    assert torch.equal(found["layers.layer_output"].isnan(), whole["layers.layer_output"].isnan())
+
+
+def test_logits_while_a_prompt_is_generated_from(model):
+    mask = torch.ones_like(IDS)
+    with kimicap.capture(model, "logits@last") as captured:
+        model.generate(IDS, max_new_tokens=1, do_sample=False, attention_mask=mask, eos_token_id=383)
+        last = captured["logits"][None]
+    torch.testing.assert_close(last, model(IDS).logits[:, -1:], atol=1e-5, rtol=1e-5)
+    with kimicap.capture(model, "logits@top:3") as captured:
+        model(IDS, logits_to_keep=2)
+        ids = captured["logits_top_ids"][None]
+    assert torch.equal(ids[:, 10:], model(IDS).logits.topk(3).indices[:, 10:])
+    assert bool((ids[:, :10] == -1).all())
+
+
+def test_logits_of_positions_by_number_are_refused_and_other_values_are_not(model):
+    with kimicap.capture(model, "logits"), pytest.raises(UsageError, match="logits_to_keep that is no number"):
+        model(IDS, logits_to_keep=torch.tensor([0, 3]))
+    with kimicap.capture(model, "residuals") as captured:
+        model(IDS, logits_to_keep=torch.tensor([0, 3]))
+    assert captured["residuals"][0].shape == (2, 12, 64)
+
+
+def test_a_value_with_nothing_in_the_forward_says_so(model):
+    with kimicap.capture(model, ["states", "state_input"]) as captured:
+        model(IDS)
+    for name in ("states", "state_input"):
+        assert captured[name] == {}
+        with pytest.raises(UsageError, match="has nothing in the latest forward: none of the chosen positions"):
+            captured[name][0]
+
+
 def test_selections(model):
     with kimicap.capture(model, ["states@every:5@heads:1", "logits@top:3", "layer_input@last"]) as captured:
         output = model(IDS)
