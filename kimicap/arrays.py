@@ -57,7 +57,7 @@ def build(
             records.sync_folder(folder.parent)
         _clear_leftovers(path)
         _build_zarr(fresh, arrays, coordinates, root_attributes, codec)
-        records.write_run(fresh, record)
+        records.write_run(fresh, record, attributes)
         records.sync_tree(fresh)
         _put_in_place(fresh, path)
     except OSError as error:
@@ -124,13 +124,17 @@ def read_root(path: Path) -> dict[str, Any]:
 
     Raises:
         MismatchError: It is missing, broken or without what `build` wrote.
+        KimicapError: It cannot be read, whatever is in it.
     """
+    file = path / "zarr.json"
     try:
-        root = json.loads((path / "zarr.json").read_bytes())
+        root = json.loads(file.read_bytes())
         whole = isinstance(root["attributes"]["complete"], bool)
         whole = whole and isinstance(root["consolidated_metadata"]["metadata"], dict)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         whole = False
+    except OSError as error:
+        raise storage_error(error, file) from error
     if not whole:
         raise MismatchError(
             f"{path / 'zarr.json'} is missing or broken, so what arrays the capture has is unknown."

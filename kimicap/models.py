@@ -11,6 +11,7 @@ from kimicap import expressions
 from kimicap.architecture import Architecture, family_of_config, read_architecture
 from kimicap.config import Settings
 from kimicap.errors import RoomError, UsageError
+from kimicap.fingerprint import folder_digest
 from kimicap.schema import Schema
 from kimicap.tokens import ByteTokenizer, Tokenizer
 
@@ -48,6 +49,24 @@ def own_code(settings: Settings, config: Mapping[str, Any]) -> str | None:
     if not settings.trust_remote_code or "AutoModelForCausalLM" not in named:
         return None
     return str(named["AutoModelForCausalLM"]).split("--")[-1].split(".")[0]
+
+
+def model_digest(settings: Settings) -> str:
+    """What tells the model from another under the same name: the hub's commit, or a digest of the folder's files.
+
+    Raises:
+        UsageError: They cannot be read.
+    """
+    folder = Path(settings.model)
+    if folder.is_dir():
+        try:
+            return folder_digest(folder, weights=not settings.random_weights, code=settings.trust_remote_code)
+        except OSError as error:
+            raise UsageError(f"The model's {error.filename} cannot be read: {error.strerror}. Mend it.") from None
+    with _sentences(settings.model, "model", "check --model (a hub id or a local folder)"):
+        from transformers.utils import cached_file, extract_commit_hash
+
+        return str(extract_commit_hash(cached_file(settings.model, "config.json", revision=settings.revision), None))
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:

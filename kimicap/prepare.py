@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,7 +153,7 @@ def check_room(prepared: Prepared, *, blocks_done: int = 0, freed_bytes: int = 0
 
 def free_bytes(out: str) -> int:
     """Free bytes of the disk on which ``out`` lies or would lie."""
-    folder = Path(out).absolute()
+    folder = local(out)
     while not os.path.exists(folder):  # false, where Path.exists raises: for a name that is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -1,13 +1,16 @@
 """The files of a capture's ``.kimicap`` folder: one run record, and one record a committed block.
 
-A block counts only if its record is there and whole. Records are written so that a crash, or a
-power cut, leaves either the old file or the new one: temp file, fsync, rename, fsync of the folder.
+A block counts only if its record is there and whole, which a digest in it tells. Records are written so
+that a crash, or a power cut, leaves either the old file or the new one: temp file, fsync, rename, fsync
+of the folder.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
+import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,19 +96,32 @@ def sync_tree(root: Path) -> None:
 
 
 def is_capture(path: Path) -> bool:
-    """Whether ``path`` is a folder that kimicap created."""
-    return (path / FOLDER / RUN).is_file()
+    """Whether ``path`` is a folder that kimicap created.
+
+    Raises:
+        UsageError: It may not be looked into.
+    """
+    file = path / FOLDER / RUN
+    try:
+        return stat.S_ISREG(file.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise storage_error(error, file) from error
 
 
-def write_run(path: Path, record: Mapping[str, Any]) -> None:
+def write_run(path: Path, record: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
     """Write the run record of a capture under construction.
 
-    ``record["blocks"]`` must hold the number of blocks planned; the rest is the caller's.
+    Args:
+        path: Its folder.
+        record: ``blocks`` is the number of blocks planned; the rest is the caller's.
+        attributes: Those of the root, so that `kimicap.verify` knows them.
     """
     assert isinstance(record.get("blocks"), int), "the run record holds the number of planned blocks"
     (path / FOLDER / BLOCKS).mkdir(parents=True)
-    body = {"format": FORMAT, "record": dict(record)}
-    write_json(path / FOLDER / RUN, body, scratch=path / FOLDER)
+    body = {"format": FORMAT, "record": dict(record), "attributes": dict(attributes)}
+    write_json(path / FOLDER / RUN, _with_digest(body), scratch=path / FOLDER)
 
 
 def run_identity(path: Path) -> tuple[int, int, int] | None:
@@ -117,8 +133,8 @@ def run_identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def read_run(path: Path) -> dict[str, Any]:
-    """The run record of the capture at ``path``.
+def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run record of the capture at ``path``, and the attributes that its root was given.
 
     Raises:
         UsageError: There is nothing at ``path``, or something that is not a capture.
@@ -131,8 +147,8 @@ def read_run(path: Path) -> dict[str, Any]:
     file = path / FOLDER / RUN
     try:
         body = json.loads(file.read_bytes())
-        version, record = body["format"], body["record"]
-        whole = isinstance(version, int) and (version > FORMAT or isinstance(record["blocks"], int))
+        version = body["format"]
+        whole = isinstance(version, int) and (version > FORMAT or _is_whole(body))
     except (ValueError, KeyError, TypeError):
         whole = False
     except OSError as error:
@@ -140,13 +156,14 @@ def read_run(path: Path) -> dict[str, Any]:
     if not whole:
         raise MismatchError(
             f"The run record {file} is broken or was written by another program, so its settings are"
-            " unknown. Start again with --overwrite, or in another folder."
+            " unknown. Start again with --overwrite, or in another folder; what is there can be read with"
+            " xarray.open_datatree."
         )
     if version > FORMAT:
         raise MismatchError(
             f"{path} has format {version}, and this kimicap knows formats up to {FORMAT}. Update kimicap."
         )
-    return dict(record)
+    return body["record"], body["attributes"]
 
 
 def block_file(path: Path, block: int) -> Path:
@@ -156,63 +173,77 @@ def block_file(path: Path, block: int) -> Path:
 
 def write_block(path: Path, block: int, body: Mapping[str, Any]) -> None:
     """Commit ``block``: from the return on it counts, whatever happens."""
-    write_json(block_file(path, block), {"block": block, **body}, scratch=path / FOLDER)
+    file = block_file(path, block)
+    file.parent.mkdir(exist_ok=True)
+    write_json(file, _with_digest({"block": block, **body}), scratch=path / FOLDER)
 
 
 def read_blocks(path: Path) -> tuple[dict[int, dict[str, Any]], list[int]]:
-    """Every block record, by block, and the numbers of those that cannot be read."""
+    """Every block record, by block, and the numbers of those that are damaged.
+
+    Raises:
+        KimicapError: A file, or their folder, cannot be read, whatever is in it.
+    """
     records: dict[int, dict[str, Any]] = {}
-    unreadable = []
-    for name in sorted(os.listdir(path / FOLDER / BLOCKS)):
-        if not _BLOCK_FILE.fullmatch(name):
-            continue
-        block = int(name.removesuffix(".json"))
-        try:
-            record = json.loads((path / FOLDER / BLOCKS / name).read_bytes())
-        except (ValueError, OSError):
-            record = None
-        if _is_block(record, block):
-            records[block] = record
-        else:
-            unreadable.append(block)
-    return records, unreadable
+    damaged = []
+    folder = path / FOLDER / BLOCKS
+    try:
+        for name in sorted(os.listdir(folder)) if folder.exists() else ():
+            if not _BLOCK_FILE.fullmatch(name):
+                continue
+            block = int(name.removesuffix(".json"))
+            try:
+                record = json.loads((folder / name).read_bytes())
+            except FileNotFoundError:
+                continue
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and record.get("block") == block and _is_whole(record):
+                records[block] = record
+            else:
+                damaged.append(block)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    return records, damaged
 
 
 def drop_blocks(path: Path, blocks: Sequence[int]) -> None:
     """Remove the records of ``blocks``, so that they count as never computed."""
+    folder = path / FOLDER / BLOCKS
+    folder.mkdir(exist_ok=True)  # lost, perhaps
     for block in blocks:
         block_file(path, block).unlink(missing_ok=True)
-    sync_folder(path / FOLDER / BLOCKS)
+    sync_folder(folder)
 
 
-def _is_block(record: Any, block: int) -> bool:
-    """Whether ``record`` is what `write_block` wrote for ``block``, as far as the store reads it."""
-    if not isinstance(record, dict) or record.get("block") != block:
-        return False
-    shards = record.get("shards")
-    if not isinstance(shards, dict) or not all(isinstance(entries, list) for entries in shards.values()):
-        return False
-    return all(_is_shard(entry) for entries in shards.values() for entry in entries)
+def _with_digest(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the sha256, in hex, of all else in it."""
+    return {**body, "sha256": _digest(body)}
 
 
-def _is_shard(entry: Any) -> bool:
-    """Whether ``entry`` is ``{"index": [int, …], "bytes": int or null}``."""
-    if not isinstance(entry, dict) or set(entry) != {"index", "bytes"}:
-        return False
-    index, size = entry["index"], entry["bytes"]
-    whole = isinstance(index, list) and all(isinstance(part, int) for part in index)
-    return whole and (size is None or isinstance(size, int))
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether a record is as it was written."""
+    return record.get("sha256") == _digest({key: value for key, value in record.items() if key != "sha256"})
 
 
-def storage_error(exc: BaseException, path: Path | str) -> KimicapError:
-    """The sentence for an error of the filesystem or of tensorstore while writing ``path``.
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def os_code(exc: BaseException) -> int | None:
+    """The errno of an error of the filesystem; None where the error is another.
 
     tensorstore raises ``ValueError`` whatever happened, and tells the errno in its text only.
     """
+    found = _OS_ERROR.search(str(exc))
+    return exc.errno if isinstance(exc, OSError) else int(found[1]) if found else None
+
+
+def storage_error(exc: BaseException, path: Path | str) -> KimicapError:
+    """The sentence for an error of the filesystem or of tensorstore while reading or writing ``path``."""
     if isinstance(exc, KimicapError):
         return exc
-    found = _OS_ERROR.search(str(exc))
-    code = exc.errno if isinstance(exc, OSError) else int(found[1]) if found else None
+    code = os_code(exc)
     if code == errno.ENOSPC:
         return RoomError(f"The disk holding {path} is full; free some and go on with --resume.")
     if code == errno.EDQUOT:

@@ -11,7 +11,7 @@ from kimicap.arrays import check_target
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
-from kimicap.models import load_model, versions
+from kimicap.models import load_model, model_digest, versions
 from kimicap.outcome import merged
 from kimicap.prepare import Prepared, check_room, on_existing
 from kimicap.records import local
@@ -32,10 +32,11 @@ def run(
     settings = prepared.settings
     existing = _open_existing(prepared, resume=resume, overwrite=overwrite, rank=rank)
     if existing is not None and existing.complete:
+        existing.check_whole()
         return
     if existing is not None:
         prepared = on_existing(prepared, existing.layouts)
-    done = committed_at(settings, resume=resume)
+    done = committed_at(settings, resume=resume or rank.rank > 0)  # rank 0 may have begun already
     check_disk(prepared, done, overwrite=overwrite)
     todo = rank.blocks(prepared.plan.blocks, done)
     from kimicap.session import Session
@@ -46,6 +47,7 @@ def run(
     if session is not None:
         # Again, since another rank may have found a capture of an earlier run: its blocks are done.
         todo = rank.blocks(prepared.plan.blocks, opened.committed())
+        opened.hide(todo)
         yield from session.capture(opened, todo, rank=rank)
     if len(opened.committed()) == prepared.plan.blocks:
         seal(settings.out)
@@ -149,6 +151,7 @@ def _record(prepared: Prepared) -> dict[str, Any]:
         "settings": data,
         "settings_digest": digest(data),
         "tokens_digest": prepared.sequences.digest,
+        "model_digest": model_digest(prepared.settings),
         "schema_digest": "" if schema is None else hashlib.sha256(schema.read_bytes()).hexdigest(),
     }
 
@@ -173,6 +176,8 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
     ]
     if not differ and ours["tokens_digest"] != theirs.get("tokens_digest"):
         differ = ["the dataset or tokenizer gives other tokens than it did"]
+    if not differ and ours["model_digest"] != theirs.get("model_digest"):
+        differ = ["the model's config, code or weights have changed"]
     if not differ and ours["schema_digest"] != theirs.get("schema_digest"):
         differ = ["the schema file has changed"]
     if not differ and ours != theirs:

@@ -99,7 +99,7 @@ class Sequences:
         rows: int64 [N], the dataset row of each sequence's first token, rows without tokens counted too.
         empty_rows: Rows read that had no tokens and so are in no sequence.
         cut_rows: Rows of which tokens beyond ``seq_len`` were dropped.
-        digest: sha256, in hex, of all lengths and token ids.
+        digest: sha256, in hex, of all token ids, which of them are special, and where sequences and rows begin.
         packed: Whether sequences are windows over several rows.
     """
 
@@ -158,16 +158,17 @@ def make_sequences(
     else:
         starts, lengths = table.starts, row_lengths
     starts, lengths = starts[:limit], lengths[:limit].astype(np.int32)
+    special = frozenset(special_ids)
     return Sequences(
         lengths=lengths,
         rows=table.rows[_entry(table, starts)],
         empty_rows=empty_rows,
         cut_rows=cut_rows,
-        digest=_digest(lengths, table.tokens),
+        digest=_digest(table, starts, lengths, special),
         packed=pack,
         starts=starts,
         table=table,
-        special_ids=frozenset(special_ids),
+        special_ids=special,
     )
 
 
@@ -250,11 +251,19 @@ def _entry(table: TokenTable, at: Any) -> Any:
     return np.searchsorted(table.starts, at, side="right") - 1
 
 
-def _digest(lengths: Ints, tokens: Ints) -> str:
-    """sha256 of the number of sequences, their lengths and their tokens, little-endian on any machine."""
-    digest = hashlib.sha256(len(lengths).to_bytes(8, "little"))
-    digest.update(lengths.astype("<i4").tobytes())
-    total = int(lengths.sum(dtype=np.int64))
-    for start in range(0, total, HASH_TOKENS):
-        digest.update(tokens[start : min(start + HASH_TOKENS, total)].astype("<i4").tobytes())
+def _digest(table: TokenTable, starts: Ints, lengths: Ints, special_ids: Iterable[int]) -> str:
+    """sha256 of all that sequences hold, each part after its size: int64 and tokens int32, little-endian everywhere.
+
+    The parts are the starts and lengths of the sequences, the starts and numbers of the rows that they use, the special
+    ids in order, and the tokens up to the last one used.
+    """
+    used = int(starts[-1]) + int(lengths[-1])
+    rows = table.starts < used
+    digest = hashlib.sha256()
+    for part in (starts, lengths, table.starts[rows], table.rows[rows], np.array(sorted(special_ids), np.int64)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part.astype("<i8").tobytes())
+    digest.update(used.to_bytes(8, "little"))
+    for start in range(0, used, HASH_TOKENS):
+        digest.update(table.tokens[start : min(start + HASH_TOKENS, used)].astype("<i4").tobytes())
     return digest.hexdigest()

@@ -61,8 +61,14 @@ def shard_index(layout: ArrayLayout, origin: tuple[int, ...], data: Array) -> tu
 
 
 def size_bytes(file: Path) -> int | None:
-    """Size of ``file``, None if there is none."""
+    """Size of ``file``, None if there is none.
+
+    Raises:
+        KimicapError: Its folder may not be looked into.
+    """
     try:
         return os.stat(file).st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise storage_error(error, file) from error

@@ -6,7 +6,7 @@ between processes, so any number of ranks may write and commit different blocks 
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,16 @@ class Store:
         path: The capture's folder.
         layouts: Every array that is written block by block, by its path.
         record: What the caller of `create` gave as ``record``.
+        given_attributes: And as ``attributes``, whatever those of the root are now.
     """
 
-    def __init__(self, path: Path, layouts: dict[str, ArrayLayout], record: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, layouts: dict[str, ArrayLayout], record: dict[str, Any], given_attributes: dict[str, Any]
+    ) -> None:
         self.path = path
         self.layouts = layouts
         self.record = record
+        self.given_attributes = given_attributes
         self._context = ts.Context({**_CONTEXT, "data_copy_concurrency": {"limit": _processors()}})
         self._handles: dict[str, Any] = {}
         self._opening = threading.Lock()
@@ -119,6 +123,29 @@ class Store:
         except OSError as error:
             raise storage_error(error, records.block_file(self.path, block)) from error
 
+    def hide(self, blocks: Iterable[int]) -> None:
+        """Removes the lengths of ``blocks``, by which readers know that a sequence is there.
+
+        A block has them without a record where a run was cut off between the two, or a record was lost.
+
+        Raises:
+            KimicapError: They cannot be removed.
+        """
+        layout, sequences = self.layouts["length"], self.record["block_sequences"]
+        removed = False
+        try:
+            for block in blocks:
+                first, last = block * sequences, min((block + 1) * sequences, layout.shape[0])
+                for sequence in range(first, last, layout.shard[0]):
+                    file = self.shard_file("length", [sequence // layout.shard[0]])
+                    if file.exists():
+                        file.unlink(missing_ok=True)
+                        removed = True
+            if removed:
+                records.sync_folder(self.path / "length")
+        except OSError as error:
+            raise storage_error(error, self.path / "length") from error
+
     def committed(self) -> dict[int, dict[str, Any]]:
         """The record of every committed block; one that cannot be read is not committed."""
         return records.read_blocks(self.path)[0]
@@ -134,17 +161,29 @@ class Store:
             MismatchError: Blocks or shard files are missing, or have another size than recorded.
         """
         assert blocks == self.record["blocks"], "the number of blocks is part of the plan"
-        lacks = _lacks(self, blocks)
-        if lacks:
-            shown = "; ".join(lacks[:5]) + (f"; and {len(lacks) - 5} more" if len(lacks) > 5 else "")
-            raise MismatchError(
-                f"{self.path} is not complete: {shown}. Go on with --resume, or look with kimicap verify."
-            )
+        self.check_whole()
         for array in self.layouts:
             # Temp files of killed runs; nobody writes any more.
             for stray in (self.path / array).glob(f"*{_TEMP_SUFFIX}"):
                 stray.unlink(missing_ok=True)
         set_attributes(self.path, {**attributes, "complete": True})
+
+    def check_whole(self) -> None:
+        """Checks that all blocks are committed, and their files there.
+
+        Raises:
+            MismatchError: Blocks or shard files are missing, or have another size than recorded.
+        """
+        lacks = _lacks(self, self.record["blocks"])
+        if not lacks:
+            return
+        shown = "; ".join(lacks[:5]) + (f"; and {len(lacks) - 5} more" if len(lacks) > 5 else "")
+        if self.complete:
+            raise MismatchError(
+                f"{self.path} was complete, but {shown}. Take such blocks back with kimicap verify --repair, and go on "
+                "with --resume."
+            )
+        raise MismatchError(f"{self.path} is not complete: {shown}. Go on with --resume, or look with kimicap verify.")
 
     def shard_file(self, array: str, index: Sequence[int]) -> Path:
         """The file of the shard at grid ``index``; absent if nothing, or only fill, was written."""
@@ -213,7 +252,7 @@ def create(
         coordinates: What is known already.
         attributes: JSON values of the root; ``format`` and ``complete`` are added.
         record: JSON values for the run record, found again by `resume`; ``record["blocks"]`` is the
-            number of blocks planned.
+            number of blocks planned, ``record["block_sequences"]`` how many sequences each but the last has.
         codec: ``lz4``, ``zstd`` or ``none``. Chunks have checksums in any case.
         overwrite: Replace a capture that is there.
 
@@ -234,9 +273,9 @@ def resume(path: Path | str) -> Store:
         MismatchError: The capture's own metadata are broken or newer than this kimicap.
     """
     folder = local(path)
-    record = records.read_run(folder)
+    record, attributes = records.read_run(folder)
     read_root(folder)
-    return Store(folder, read_layouts(folder), record)
+    return Store(folder, read_layouts(folder), record, attributes)
 
 
 def open_capture(path: Path | str) -> "DataTree":

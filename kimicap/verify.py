@@ -9,6 +9,7 @@ from typing import Any
 from kimicap import records
 from kimicap.arrays import read_coordinate, read_root, set_attributes
 from kimicap.layout import ArrayLayout
+from kimicap.records import os_code, storage_error
 from kimicap.shards import size_bytes
 from kimicap.store import Store, entries_of, resume, unnamed
 
@@ -47,9 +48,10 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
     Raises:
         UsageError: Nothing is there, or not a capture.
         MismatchError: The run record or the root's metadata are broken, or newer than this kimicap.
+        KimicapError: A file cannot be read, whatever is in it: nothing is known of its bytes then.
     """
     store = resume(path)
-    damages = _metadata_damages(store)
+    damages = [*_attribute_damages(store), *_metadata_damages(store)]
     broken = {damage.value for damage in damages}
     committed, unreadable = records.read_blocks(store.path)
     damages += _record_damages(store, sorted(committed), unreadable)
@@ -85,29 +87,36 @@ def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
     blocks = sorted({damage.block for damage in damages if damage.block is not None})
     if not blocks:
         return []
-    lengths = [
-        store.shard_file(array, entry["index"])
-        for block, record in store.committed().items()
-        for array, entry in entries_of(record)
-        if block in blocks and array == "length"
-    ]
     # In this order: a crash in between leaves records that verify finds damaged again.
     set_attributes(store.path, {"complete": False})
+    store.hide(block for block in blocks if block < store.record["blocks"])
     try:
-        for file in lengths:
-            file.unlink(missing_ok=True)  # to readers the blocks are not there
-        if lengths:
-            records.sync_folder(store.path / "length")
         records.drop_blocks(store.path, blocks)
     except OSError as error:
         raise records.storage_error(error, store.path / records.FOLDER) from error
     return blocks
 
 
+def _attribute_damages(store: Store) -> list[Damage]:
+    """Attributes of the root that are not what the run gave it; others may have been added."""
+    found = store.attributes()
+    differ = [name for name, value in store.given_attributes.items() if found.get(name) != value]
+    return [
+        Damage(value="", layers=(), block=None, problem=f"the attribute {name} was changed", shard="zarr.json")
+        for name in differ
+    ]
+
+
 def _metadata_damages(store: Store) -> list[Damage]:
-    """Arrays whose own metadata differ from the root's, and coordinates that cannot be read."""
-    damages = []
-    for name, expected in read_root(store.path)["consolidated_metadata"]["metadata"].items():
+    """Arrays whose own metadata differ from the root's, or that it lacks, and coordinates that cannot be read."""
+    metadata = read_root(store.path)["consolidated_metadata"]["metadata"]
+    files = (file for depth in ("*", "*/*") for file in store.path.glob(f"{depth}/zarr.json"))
+    there = {str(file.parent.relative_to(store.path)) for file in files}
+    damages = [
+        Damage(value=name, layers=(), block=None, problem="the root's metadata lack it", shard="zarr.json")
+        for name in sorted(there - set(metadata))
+    ]
+    for name, expected in metadata.items():
         problem = _metadata_problem(store.path / name / "zarr.json", expected)
         file = f"{name}/zarr.json"
         if problem is None and expected["node_type"] == "array" and name not in store.layouts:
@@ -116,6 +125,8 @@ def _metadata_damages(store: Store) -> list[Damage]:
                 read_coordinate(store.path, name)
             except FileNotFoundError:
                 problem = "the file of this coordinate is missing"
+            except OSError as error:
+                raise storage_error(error, store.path / name) from error
             except ValueError as error:
                 problem = f"this coordinate is damaged: {error}"
         if problem is not None:
@@ -127,9 +138,11 @@ def _metadata_problem(file: Path, expected: dict[str, Any]) -> str | None:
     """What is wrong with the metadata of one array or group, if anything."""
     try:
         found = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "its metadata are missing"
-    except (OSError, ValueError):
+    except OSError as error:
+        raise storage_error(error, file) from error
+    except ValueError:
         return "its metadata cannot be read"
     # Groups have an empty list of members consolidated with them in the root, and not of their own.
     same = all(found.get(key) == value for key, value in expected.items() if key != "consolidated_metadata")
@@ -139,7 +152,7 @@ def _metadata_problem(file: Path, expected: dict[str, Any]) -> str | None:
 def _record_damages(store: Store, committed: Sequence[int], unreadable: Sequence[int]) -> list[Damage]:
     """Blocks without a record though the capture says complete, unreadable records, and unplanned ones."""
     planned = range(store.record["blocks"])
-    problems = {block: "the record of this block cannot be read" for block in unreadable}
+    problems = {block: "the record of this block is damaged" for block in unreadable}
     problems |= {block: "this block is not in the plan" for block in committed if block not in planned}
     if store.complete:
         absent = set(planned) - set(committed) - set(unreadable)
@@ -161,9 +174,10 @@ def _shard_damages(store: Store, array: str, entry: dict[str, Any], block: int, 
     index = entry["index"]
     layout = store.layouts.get(array)
     if layout is None or not _in_grid(layout, index):
+        # Records are as they were written, so it is the metadata that are not: computing again mends nothing.
         problem = "the record names a shard that the capture's arrays do not have"
         file = str(store.shard_file(array, index).relative_to(store.path))
-        return [Damage(value=array, layers=(), block=block, problem=problem, shard=file)]
+        return [Damage(value=array, layers=(), block=None, problem=problem, shard=file)]
     found, expected = size_bytes(store.shard_file(array, index)), entry["bytes"]
     if found == expected:
         return _read_damages(store, layout, index, block, broken) if found is not None else []
@@ -204,11 +218,13 @@ def _read_damages(
 
 
 def _read_problem(store: Store, array: str, start: Sequence[int], stop: Sequence[int]) -> str | None:
-    """Why a region cannot be read, if it cannot."""
+    """Why the bytes of a region cannot be made sense of, if they cannot."""
     try:
         store.read(array, start, stop)
     except Exception as error:
         # Depending on which bit is wrong, tensorstore raises ValueError, NotImplementedError and more.
+        if os_code(error) is not None:
+            raise storage_error(error, store.path / array) from error
         return str(error)
     return None
 

@@ -45,7 +45,8 @@ def layouts() -> list[ArrayLayout]:
         shard=(2, 6),
         fill=False,
     )
-    return [logits, indices, mask]
+    length = ArrayLayout(path="length", dims=("sequence",), shape=(5,), dtype="int32", chunk=(2,), shard=(2,), fill=-1)
+    return [logits, indices, mask, length]
 
 
 def coordinates() -> list[Coordinate]:
@@ -64,6 +65,7 @@ def contents() -> dict[str, np.ndarray]:
         "mlp/router_logits": random.standard_normal((5, 5, 6, 8)).astype(np.float32),
         "mlp/expert_indices": random.integers(0, 8, (5, 5, 6, 2)).astype(np.int16),
         "attention_mask": random.random((5, 6)) < 0.8,
+        "length": random.integers(1, 7, 5).astype(np.int32),
     }
 
 
@@ -73,7 +75,7 @@ def new(path: Path, **more) -> store.Store:
         layouts(),
         coordinates(),
         attributes={"model": "tiny"},
-        record={"blocks": BLOCKS, "seed": 1},
+        record={"blocks": BLOCKS, "block_sequences": 2, "seed": 1},
         **more,
     )
 

@@ -42,9 +42,14 @@ class Outcome:
 
 
 class Driver:
-    """A process that forks captures of the model of `tests.small`."""
+    """A process that forks captures of the model of `tests.small`.
+
+    Attributes:
+        folder: Holds the model's config and the dataset.
+    """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
         self._log = folder / "log"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.driver", json.dumps(settings), str(self._log)],

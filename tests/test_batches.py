@@ -411,13 +411,38 @@ def test_folders_that_cannot_be_read():
     assert "a pattern to datasets" in fails(dataset="f[1]")
 
 
-def test_the_digest_is_of_lengths_and_tokens():
-    path = write_jsonl("a.jsonl", [{"text": "ab"}, {"text": "c"}])
-    expected = hashlib.sha256((2).to_bytes(8, "little") + np.array([2, 1, 100, 101, 102], "<i4").tobytes())
+def test_the_digest_is_of_all_that_sequences_hold():
+    path = write_jsonl("a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "c"}])
+    special = sorted(ByteTokenizer().all_special_ids)
+    parts = [2, 0, 2, 2, 2, 1, 2, 0, 2, 2, 0, 2, len(special), *special, 3]
+    expected = hashlib.sha256(np.array(parts, "<i8").tobytes() + np.array([100, 101, 102], "<i4").tobytes())
     assert read(dataset=path).digest == expected.hexdigest()
-    other = write_jsonl("b.jsonl", [{"text": "a"}, {"text": "bc"}])
-    assert read(dataset=other).digest != expected.hexdigest()
-    assert read(dataset=other, seq_len=3, pack=True).digest != read(dataset=other).digest
+
+
+def test_the_same_tokens_in_other_rows_have_another_digest():
+    def digests(name, *texts, **settings):
+        return read(dataset=write_jsonl(name, [{"text": text} for text in texts]), **settings).digest
+
+    for settings in ({}, {"seq_len": 4, "split_long": True}, {"seq_len": 4, "pack": True}, {"limit": 2}):
+        found = [
+            digests("a.jsonl", "abcdefgh", "ijklmnop", **settings),
+            digests("b.jsonl", "abcd", "efgh", "ijkl", "mnop", **settings),
+            digests("c.jsonl", "", "abcdefgh", "ijklmnop", **settings),
+            digests("d.jsonl", "abcdefgh", "", "ijklmnop", **settings),
+        ]
+        assert len(set(found)) == 4, settings
+    assert digests("e.jsonl", "ab", "cd", "ef", limit=2) == digests("f.jsonl", "ab", "cd", "gh", limit=2)
+
+
+def test_another_set_of_special_tokens_has_another_digest():
+    path = write_jsonl("a.jsonl", [{"text": "ab"}])
+
+    class Other(ByteTokenizer):
+        @property
+        def all_special_ids(self):
+            return [1]
+
+    assert read_sequences(DataSettings(dataset=path), Other(), vocab_size=384).digest != read(dataset=path).digest
 
 
 def test_a_changed_file_or_tokenizer_is_never_stale(chat_tokenizer):

@@ -281,6 +281,15 @@ def test_a_disk_too_small_is_refused_with_the_plan(folder, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_disk_is_the_one_that_a_link_leads_to(folder, tmp_path, monkeypatch):
+    asked, usage = [], shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or usage)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").symlink_to(tmp_path / "far/o.zarr")
+    assert call("plan", *basics(folder), "--out", tmp_path / "near").exit_code == 0
+    assert set(asked) == {tmp_path / "far"}
+
+
 def test_what_overwrite_deletes_makes_room(folder, tmp_path, monkeypatch):
     out = tmp_path / "o.zarr"
     assert call("run", *basics(folder), "--out", out).exit_code == 0

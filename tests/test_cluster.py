@@ -1,10 +1,14 @@
 """Several processes, one capture."""
 
+import shutil
+
 import pytest
 
-from kimicap import store
+from kimicap import run, store
 from kimicap.cluster import Rank, find_rank, wait_for
-from kimicap.errors import MismatchError, UsageError
+from kimicap.config import load_settings
+from kimicap.errors import MismatchError, RoomError, UsageError
+from kimicap.prepare import prepare
 from kimicap.run import seal
 from tests import small
 from tests.driver import contents
@@ -103,6 +107,23 @@ def test_all_killed_before_sealing_can_be_sealed_alone(driver, whole, tmp_path):
     assert contents(out) == whole
     seal(out)
     assert contents(out) == whole
+
+
+def test_a_rank_that_starts_late_needs_room_for_what_is_left_alone(tmp_path, monkeypatch):
+    given = {**small.settings(tmp_path, rows=40), "values": ["residuals"], "out": str(tmp_path / "c.zarr")}
+    prepared = prepare(load_settings(None, given))
+    monkeypatch.setattr(run, "load_model", lambda *_: small.model())
+    list(run.run(prepared, rank=Rank(rank=0, world=2)))
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((0.49, False), (0.51, True)):
+        left = usage._replace(free=int(prepared.plan.disk_bytes * free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, left=left: left)
+        if fits:
+            list(run.run(prepared, rank=Rank(rank=1, world=2)))
+        else:
+            with pytest.raises(RoomError, match="The capture needs about"):
+                list(run.run(prepared, rank=Rank(rank=1, world=2)))
+    assert store.resume(tmp_path / "c.zarr").complete
 
 
 def test_an_old_capture_is_not_computed_again_by_other_ranks(driver, whole, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import torch
 
 from kimicap.config import load_settings
 from kimicap.errors import UsageError
-from kimicap.models import architecture_of, check_class, load_model, load_tokenizer, own_code, versions
+from kimicap.models import architecture_of, check_class, load_model, load_tokenizer, model_digest, own_code, versions
 from kimicap.schema import load_schema
 from kimicap.tokens import ByteTokenizer
 from tests.models import need_kimi_linear, save_config, save_model, tiny_config, tiny_model
@@ -152,6 +153,52 @@ def test_models_that_cannot_be_loaded(tmp_path, saved):
     assert sentence_of(loaded, saved, experts="oracles").endswith("To mend it, choose another --experts.")
     (folder / "model.safetensors").write_bytes(b"damaged")
     assert "cannot be loaded" in sentence_of(loaded, folder)
+
+
+def digests(folder, **flags):
+    return model_digest(settings(folder, **flags))
+
+
+def test_a_models_digest_is_of_config_weights_and_code(saved, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(saved, folder)
+    (folder / "modeling_own.py").write_text("")
+    ways = ({}, {"random_weights": True}, {"trust_remote_code": True})
+    before = [digests(folder, **way) for way in ways]
+    assert len(set(before)) == 3
+    (folder / "README.md").write_text("x")
+    os.utime(folder / "model.safetensors", (1, 1))
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    assert [digests(moved, **way) for way in ways] == before
+
+    def changes():
+        return [digests(folder, **way) != old for way, old in zip(ways, before, strict=True)]
+
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert changes() == [True, False, True]
+    (folder / "model.safetensors").write_bytes(weights + b"0")
+    assert changes() == [True, False, True]
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "modeling_own.py").write_text("pass")
+    assert changes() == [False, False, True]
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert changes() == [True, True, True]
+
+
+def test_a_hub_models_digest_is_its_commit(tmp_path, monkeypatch):
+    commits = ["1" * 40, "2" * 40]
+    cache = tmp_path / "models--some--model"
+    for commit in commits:
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+    (cache / "refs").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for commit in commits:
+        (cache / "refs/main").write_text(commit)
+        assert digests("some/model") == commit
+        assert digests("some/model", random_weights=True, revision=commits[0]) == commits[0]
 
 
 def test_devices_that_are_not_there(saved):

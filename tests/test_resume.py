@@ -3,10 +3,12 @@
 import random
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from kimicap.session import signals
+from kimicap.verify import repair, verify
 from tests import small
 from tests.driver import contents
 
@@ -175,15 +177,66 @@ def test_other_settings_are_refused_and_listed(driver, tmp_path):
     assert outcome.message.endswith("Resume with the same ones, or begin another capture.")
 
 
-def test_a_changed_dataset_is_refused(driver, tmp_path):
+@contextmanager
+def changed(file, old, new):
+    """A file with other text inside."""
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    try:
+        yield
+    finally:
+        file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "told"),
+    [
+        ("rows.jsonl", "x", "y", "the dataset or tokenizer gives other tokens than it did"),
+        ("rows.jsonl", "{", '{"text": ""}\n{', "the dataset or tokenizer gives other tokens than it did"),
+        ("model/config.json", '"rms_norm_eps": 1e-05', '"rms_norm_eps": 0.5', "the model's config, code or weights"),
+    ],
+)
+def test_a_changed_dataset_or_model_is_refused(driver, tmp_path, name, old, new, told):
     out = tmp_path / "c.zarr"
     half(driver, out)
-    record = out / ".kimicap/run.json"
-    digest = record.read_text().split('"tokens_digest": "')[1][:64]
-    record.write_text(record.read_text().replace(digest, "0" * 64))
+    with changed(driver.folder / name, old, new):
+        # Settings that no other test has, so that the dataset is read again.
+        outcome = driver.run(out, resume=True, settings={"memory": 2**22 + len(new) + len(name)})
+    assert outcome.status == "MismatchError"
+    assert not outcome.loaded
+    assert told in outcome.message
+    finish(driver, out)
+
+
+def test_lengths_of_blocks_without_a_record_are_gone_before_anything_is_written(driver, whole, tmp_path):
+    """A reader of an unfinished capture knows by them which sequences are there."""
+    import zarr
+
+    out = tmp_path / "c.zarr"
+    assert driver.run(out, **{"break": {"at": "kimicap.records.write_block", "nth": 5}}).status == "killed"
+    known = records(out)
+    assert {int(file.name[2:]) for file in (out / "length").glob("c.*")} == {*known, max(known) + 1}
+    assert driver.run(out, resume=True, **{"break": {"at": WRITE}}).status == "killed"
+    length = zarr.open_group(out, mode="r")["length"][...]
+    assert {sequence // small.BLOCK for sequence in range(small.ROWS) if length[sequence] >= 0} == known
+    finish(driver, out, known)
+    assert contents(out) == whole
+
+
+def test_a_complete_capture_that_lost_a_record_is_told(driver, whole, tmp_path):
+    out = tmp_path / "c.zarr"
+    finish(driver, out)
+    (out / ".kimicap/blocks/00000003.json").unlink()
     outcome = driver.run(out, resume=True)
     assert outcome.status == "MismatchError"
-    assert "the dataset or tokenizer gives other tokens than it did" in outcome.message
+    assert outcome.message == (
+        f"{out} was complete, but block 3 is not committed. Take such blocks back with kimicap verify --repair, and go "
+        "on with --resume."
+    )
+    assert repair(out, verify(out)) == [3]
+    finish(driver, out)
+    assert contents(out) == whole
 
 
 @pytest.mark.parametrize(

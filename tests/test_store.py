@@ -102,7 +102,7 @@ assert flat.router_logits.dims == ("layer", "sequence", "position", "expert")
 assert flat.router_logits.isnull().all()
 assert flat.router_logits.attrs["layout"] == ["sequence", "position", "expert"]
 members = dict(zarr.open_group(path, mode="r").members(max_depth=None))
-assert sorted(members) == ["attention_mask", "mlp", "mlp/expert_indices", "mlp/layer", "mlp/position",
+assert sorted(members) == ["attention_mask", "length", "mlp", "mlp/expert_indices", "mlp/layer", "mlp/position",
                            "mlp/router_logits", "position"], members
 assert "kimicap" not in sys.modules
 """
@@ -240,7 +240,7 @@ def test_resume_rebuilds_layouts_and_record(tmp_path):
     captures.new(tmp_path / "c")
     again = store.resume(tmp_path / "c")
     assert again.layouts == {layout.path: layout for layout in captures.layouts()}
-    assert again.record == {"blocks": 3, "seed": 1}
+    assert again.record == {"blocks": 3, "block_sequences": 2, "seed": 1}
     assert not again.complete
 
 

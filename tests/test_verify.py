@@ -1,7 +1,11 @@
 """Every kind of damage is found, named, and taken back."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +14,17 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimicap import store
+from kimicap import arrays, records, store
 from kimicap.errors import MismatchError
 from kimicap.verify import repair, verify
 from tests import captures
+
+# Root reads whatever it likes, unless it gives that up.
+WITHOUT_RIGHTS = (
+    []
+    if os.getuid()
+    else ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search"]
+)
 
 SHARD = "mlp/router_logits/c.1.2.0.0"  # layers 2 and 4, block 2
 
@@ -109,8 +120,8 @@ def test_any_flipped_bit_is_found(whole, data):
     ("harm", "words"),
     [
         (lambda file: file.unlink(), "says complete, but this block has no record"),
-        (lambda file: file.write_text(""), "the record of this block cannot be read"),
-        (lambda file: file.write_text('{"block": 1}'), "the record of this block cannot be read"),
+        (lambda file: file.write_text(""), "the record of this block is damaged"),
+        (lambda file: file.write_text('{"block": 1}'), "the record of this block is damaged"),
     ],
     ids=["deleted", "emptied", "wrong"],
 )
@@ -123,11 +134,15 @@ def test_a_lost_record_is_found(capture, harm, words):
     resume_all(capture)
 
 
+def rewrite(capture: Path, block: int, change) -> None:
+    """A block's record as a faulty kimicap might have written it."""
+    record = records.read_blocks(capture)[0][block]
+    change(record)
+    records.write_block(capture, block, {key: value for key, value in record.items() if key != "sha256"})
+
+
 def test_a_record_that_lacks_an_array_is_found(capture):
-    file = capture / ".kimicap/blocks/00000001.json"
-    record = json.loads(file.read_text())
-    del record["shards"]["mlp/router_logits"]
-    file.write_text(json.dumps(record))
+    rewrite(capture, 1, lambda record: record["shards"].pop("mlp/router_logits"))
     (damage,) = verify(capture)
     assert (damage.value, damage.block) == ("mlp/router_logits", 1)
     assert damage.problem == "the record names no file of this array"
@@ -145,19 +160,104 @@ def test_missing_blocks_of_an_unfinished_capture_are_no_damage(tmp_path):
 
 
 def test_records_that_do_not_fit_the_arrays(capture):
-    file = capture / ".kimicap/blocks/00000001.json"
-    record = json.loads(file.read_text())
-    record["shards"]["mlp/router_logits"][0]["index"] = [0, 0, 0, 0]
-    record["shards"]["mlp/router_logits"][1]["index"] = [9, 1, 0, 0]
-    record["shards"]["mlp/nothing"] = [{"index": [0], "bytes": 3}]
-    file.write_text(json.dumps(record))
-    problems = {damage.problem for damage in verify(capture) if damage.block == 1}
-    assert "blocks 0 and 1 both claim this shard" in problems
-    assert "the record names a shard that the capture's arrays do not have" in problems
-    file.rename(capture / ".kimicap/blocks/00000003.json")
-    file = capture / ".kimicap/blocks/00000003.json"
-    file.write_text(json.dumps({"block": 3, "shards": {}}))
-    assert "this block is not in the plan" in {damage.problem for damage in verify(capture)}
+    def change(record):
+        record["shards"]["mlp/router_logits"][0]["index"] = [0, 0, 0, 0]
+        record["shards"]["mlp/router_logits"][1]["index"] = [9, 1, 0, 0]
+        record["shards"]["mlp/nothing"] = [{"index": [0], "bytes": 3}]
+
+    rewrite(capture, 1, change)
+    problems = {(damage.block, damage.problem) for damage in verify(capture)}
+    assert (1, "blocks 0 and 1 both claim this shard") in problems
+    assert (None, "the record names a shard that the capture's arrays do not have") in problems
+    records.write_block(capture, 3, {"shards": {}})
+    assert (3, "this block is not in the plan") in {(damage.block, damage.problem) for damage in verify(capture)}
+
+
+@pytest.mark.parametrize("name", [".kimicap/run.json", ".kimicap/blocks/00000001.json"])
+def test_any_changed_character_of_a_record_is_found(capture, name):
+    text = (capture / name).read_text()
+    for at in range(len(text)):
+        if text[at].isspace():
+            continue
+        (capture / name).write_text(text[:at] + ("7" if text[at] != "7" else "8") + text[at + 1 :])
+        if name.endswith("run.json"):
+            with pytest.raises(MismatchError, match=r"run record|has format"):
+                verify(capture)
+        else:
+            assert [damage.problem for damage in verify(capture)] == ["the record of this block is damaged"]
+
+
+def test_changed_attributes_are_found_and_added_ones_are_not(capture):
+    arrays.set_attributes(capture, {"note": "of mine"})
+    assert verify(capture) == []
+    arrays.set_attributes(capture, {"model": "another"})
+    (damage,) = verify(capture)
+    assert (damage.block, damage.shard, damage.problem) == (None, "zarr.json", "the attribute model was changed")
+
+
+@pytest.mark.parametrize("name", ["mlp/expert_indices", "mlp/layer"])
+def test_a_root_that_lacks_an_array_costs_no_block(capture, name):
+    root = json.loads((capture / "zarr.json").read_text())
+    del root["consolidated_metadata"]["metadata"][name]
+    (capture / "zarr.json").write_text(json.dumps(root))
+    damages = verify(capture)
+    assert {(damage.value, damage.block, damage.problem) for damage in damages} == {
+        (name, None, "the root's metadata lack it")
+    }
+    assert repair(capture, damages) == []
+    assert sorted(records.read_blocks(capture)[0]) == [0, 1, 2]
+
+
+UNREADABLE = [
+    "mlp/router_logits/c.1.2.0.0",
+    "mlp/expert_indices",
+    "mlp/layer/c.0",
+    "mlp/layer/zarr.json",
+    "zarr.json",
+    ".kimicap",
+    ".kimicap/run.json",
+    ".kimicap/blocks",
+    ".kimicap/blocks/00000001.json",
+]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_may_not_be_read_is_not_taken_for_damage(capture, name):
+    before = sorted((capture / ".kimicap/blocks").iterdir())
+    mode = (capture / name).stat().st_mode
+    (capture / name).chmod(0)
+    try:
+        code = f"import kimicap.cli; kimicap.cli.app(['verify', {str(capture)!r}, '--repair'])"
+        done = subprocess.run(
+            [*WITHOUT_RIGHTS, sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent.parent,
+        )
+    finally:
+        (capture / name).chmod(mode)
+    assert done.returncode == 2, done
+    assert re.fullmatch(r".* cannot be accessed: Permission denied\. Mend its permissions .*\n", done.stderr), (
+        done.stderr
+    )
+    assert sorted((capture / ".kimicap/blocks").iterdir()) == before
+    assert verify(capture) == []
+
+
+def test_a_lost_folder_of_records_is_as_if_no_block_was_computed(capture):
+    shutil.rmtree(capture / ".kimicap/blocks")
+    assert store.info(capture)["missing"] == [0, 1, 2]
+    assert repair(capture, verify(capture)) == [0, 1, 2]
+    resume_all(capture)
+
+
+def test_a_block_taken_back_is_hidden_from_readers(capture):
+    (capture / ".kimicap/blocks/00000001.json").write_text("")
+    assert repair(capture, verify(capture)) == [1]
+    length = zarr.open_group(capture, mode="r")["length"][...]
+    assert (length == -1).tolist() == [False, False, True, True, False]
+    resume_all(capture)
 
 
 def test_a_file_where_nothing_was_stored(tmp_path):
