@@ -57,7 +57,7 @@ def build(
             records.sync_folder(folder.parent)
         _clear_leftovers(path)
         _build_zarr(fresh, arrays, coordinates, root_attributes, codec)
-        records.write_run(fresh, record, attributes)
+        records.write_run(fresh, record, read_root(fresh))
         records.sync_tree(fresh)
         _put_in_place(fresh, path)
     except OSError as error:
@@ -84,8 +84,8 @@ def read_layouts(path: Path) -> dict[str, ArrayLayout]:
         }
     except (ValueError, KeyError, TypeError) as error:
         raise MismatchError(
-            f"The array metadata in {path / 'zarr.json'} are broken ({error}). Start again with --overwrite,"
-            " or in another folder."
+            f"The array metadata in {path / 'zarr.json'} are broken ({error}). Write them again with"
+            " kimicap verify --repair."
         ) from error
 
 
@@ -138,7 +138,7 @@ def read_root(path: Path) -> dict[str, Any]:
     if not whole:
         raise MismatchError(
             f"{path / 'zarr.json'} is missing or broken, so what arrays the capture has is unknown."
-            " Start again with --overwrite, or in another folder."
+            " Write it again with kimicap verify --repair."
         )
     return dict(root)
 

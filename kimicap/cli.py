@@ -270,30 +270,36 @@ def verify_command(
     *,
     capture: Capture,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Take damaged blocks back, so that `run --resume` computes them again.")
+        bool,
+        typer.Option("--repair", help="Write metadata again, and take damaged blocks back for `run --resume`."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Read every committed shard back and check its checksums; exit 3 if anything is damaged."""
-    from kimicap import report, store
+    from kimicap import report
     from kimicap import verify as verifying
     from kimicap.documents import verify_document
     from kimicap.errors import MismatchError
 
     with report.counting("verified blocks") as progress:
         damages = verifying.verify(capture, progress=progress)
+    files = verifying.restore(capture) if repair else []
+    if files:  # broken metadata hide what else there is
+        with report.counting("verified blocks") as progress:
+            damages = list(dict.fromkeys([*damages, *verifying.verify(capture, progress=progress)]))
     taken = verifying.repair(capture, damages) if repair else []
-    document = verify_document(str(capture), damages, store.info(capture)["missing"], taken)
+    missing, complete = verifying.standing(capture)
+    document = verify_document(str(capture), damages, missing, complete=complete, taken=taken, rewritten=files)
     if as_json:
         _print_json(document)
     else:
         report.show_verify(document)
-    unmended = [damage for damage in damages if damage.block not in taken]
+    unmended = [damage for damage in damages if damage.block not in taken and damage.shard not in files]
     if unmended:
-        if any(damage.block is not None for damage in unmended):
-            remedy = "--repair takes the blocks back for `kimicap run --resume`"
+        if repair:
+            remedy = "of coordinates, which cannot be computed again; begin another capture"
         else:
-            remedy = "of metadata and coordinates, which cannot be computed again; begin another capture"
+            remedy = "--repair writes metadata again, and takes blocks back for `kimicap run --resume`"
         raise MismatchError(f"{capture} is damaged in {len(unmended)} place{'s'[: len(unmended) > 1]}; {remedy}.")
 
 

@@ -143,12 +143,25 @@ def _notes(value: ValuePlan, prepared: Prepared) -> list[str]:
     return [f"states@all would take {size_text(whole)}; states@{positions} takes {size_text(array.nbytes)}."]
 
 
-def verify_document(path: str, damages: Sequence[Damage], missing: Sequence[int], taken: Sequence[int]) -> Any:
-    """What ``verify`` found: ``damages``, blocks ``missing``, blocks ``taken_back`` by --repair, and ``whole``."""
+def verify_document(
+    path: str,
+    damages: Sequence[Damage],
+    missing: Sequence[int],
+    *,
+    complete: bool,
+    taken: Sequence[int],
+    rewritten: Sequence[str],
+) -> Any:
+    """What ``verify`` found: ``damages``, blocks ``missing``, and whether the capture is ``complete`` and ``whole``.
+
+    And what --repair did: blocks ``taken_back``, and files of metadata ``rewritten``.
+    """
     return {
         "path": path,
         "whole": not damages and not missing,
         "damages": [asdict(damage) for damage in damages],
         "missing": list(missing),
+        "complete": complete,
         "taken_back": list(taken),
+        "rewritten": list(rewritten),
     }

@@ -110,17 +110,17 @@ def is_capture(path: Path) -> bool:
         raise storage_error(error, file) from error
 
 
-def write_run(path: Path, record: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+def write_run(path: Path, record: Mapping[str, Any], root: Mapping[str, Any]) -> None:
     """Write the run record of a capture under construction.
 
     Args:
         path: Its folder.
         record: ``blocks`` is the number of blocks planned; the rest is the caller's.
-        attributes: Those of the root, so that `kimicap.verify` knows them.
+        root: Its ``zarr.json``, so that `kimicap.metadata` knows how it was made.
     """
     assert isinstance(record.get("blocks"), int), "the run record holds the number of planned blocks"
     (path / FOLDER / BLOCKS).mkdir(parents=True)
-    body = {"format": FORMAT, "record": dict(record), "attributes": dict(attributes)}
+    body = {"format": FORMAT, "record": dict(record), "root": dict(root)}
     write_json(path / FOLDER / RUN, _with_digest(body), scratch=path / FOLDER)
 
 
@@ -134,7 +134,7 @@ def run_identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run record of the capture at ``path``, and the attributes that its root was given.
+    """The run record of the capture at ``path``, and the root's ``zarr.json`` as it was made.
 
     Raises:
         UsageError: There is nothing at ``path``, or something that is not a capture.
@@ -163,7 +163,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise MismatchError(
             f"{path} has format {version}, and this kimicap knows formats up to {FORMAT}. Update kimicap."
         )
-    return body["record"], body["attributes"]
+    return body["record"], body["root"]
 
 
 def block_file(path: Path, block: int) -> Path:

@@ -138,6 +138,10 @@ def show_verify(document: Mapping[str, Any]) -> None:
             block = "-" if damage["block"] is None else str(damage["block"])
             table.add_row(damage["shard"], block, ranges(damage["layers"]), damage["problem"])
         _print_table(console, table)
+    if document["rewritten"]:
+        console.print(f"metadata written again: {', '.join(document['rewritten'])}")
+        if not document["missing"] and not document["complete"]:
+            console.print("all blocks are there; `kimicap seal` completes the capture")
     if document["taken_back"]:
         console.print(
             f"blocks taken back: {ranges(document['taken_back'])}; `kimicap run --resume` computes them again"

@@ -42,16 +42,12 @@ class Store:
         path: The capture's folder.
         layouts: Every array that is written block by block, by its path.
         record: What the caller of `create` gave as ``record``.
-        given_attributes: And as ``attributes``, whatever those of the root are now.
     """
 
-    def __init__(
-        self, path: Path, layouts: dict[str, ArrayLayout], record: dict[str, Any], given_attributes: dict[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, layouts: dict[str, ArrayLayout], record: dict[str, Any]) -> None:
         self.path = path
         self.layouts = layouts
         self.record = record
-        self.given_attributes = given_attributes
         self._context = ts.Context({**_CONTEXT, "data_copy_concurrency": {"limit": _processors()}})
         self._handles: dict[str, Any] = {}
         self._opening = threading.Lock()
@@ -273,9 +269,9 @@ def resume(path: Path | str) -> Store:
         MismatchError: The capture's own metadata are broken or newer than this kimicap.
     """
     folder = local(path)
-    record, attributes = records.read_run(folder)
+    record, _ = records.read_run(folder)
     read_root(folder)
-    return Store(folder, read_layouts(folder), record, attributes)
+    return Store(folder, read_layouts(folder), record)
 
 
 def open_capture(path: Path | str) -> "DataTree":

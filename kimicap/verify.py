@@ -1,6 +1,5 @@
 """Find damage in a capture, and take damaged blocks back, so that ``--resume`` computes them again."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +7,10 @@ from typing import Any
 
 from kimicap import records
 from kimicap.arrays import read_coordinate, read_root, set_attributes
+from kimicap.errors import MismatchError
 from kimicap.layout import ArrayLayout
-from kimicap.records import os_code, storage_error
+from kimicap.metadata import metadata_problems, restore_metadata
+from kimicap.records import local, os_code, storage_error
 from kimicap.shards import size_bytes
 from kimicap.store import Store, entries_of, resume, unnamed
 
@@ -21,7 +22,7 @@ class Damage:
     Attributes:
         value: Path of the array, ``"mlp/router_logits"``; empty if it is a block's record.
         layers: Numbers, in the model, of the layers that cannot be read; empty if the array has none.
-        block: The block it belongs to; None if to none: `repair` cannot mend it then.
+        block: The block it belongs to, which `repair` takes back; None if to none. `restore` mends metadata.
         problem: What was found, in words.
         shard: The file, relative to the capture.
     """
@@ -47,12 +48,24 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
 
     Raises:
         UsageError: Nothing is there, or not a capture.
-        MismatchError: The run record or the root's metadata are broken, or newer than this kimicap.
+        MismatchError: The run record is broken, or newer than this kimicap.
         KimicapError: A file cannot be read, whatever is in it: nothing is known of its bytes then.
     """
-    store = resume(path)
-    damages = [*_attribute_damages(store), *_metadata_damages(store)]
+    _, made = records.read_run(local(path))
+    damages = [
+        Damage(value=name, layers=(), block=None, problem=problem, shard=file)
+        for name, file, problem in metadata_problems(local(path), made)
+    ]
     broken = {damage.value for damage in damages}
+    try:
+        store = resume(path)
+    except MismatchError:
+        if damages:
+            return damages  # which hide all others
+        raise
+    coordinates = _coordinate_damages(store, broken)
+    damages += coordinates
+    broken |= {damage.value for damage in coordinates}
     committed, unreadable = records.read_blocks(store.path)
     damages += _record_damages(store, sorted(committed), unreadable)
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -73,12 +86,42 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
     return damages
 
 
+def standing(path: Path | str) -> tuple[list[int], bool]:
+    """Blocks that are not committed, and whether the capture says that it is complete; a broken root does not.
+
+    Raises:
+        UsageError: Nothing is there, or not a capture.
+        MismatchError: The run record is broken.
+    """
+    folder = local(path)
+    blocks, committed = records.read_run(folder)[0]["blocks"], records.read_blocks(folder)[0]
+    try:
+        complete = read_root(folder)["attributes"]["complete"]
+    except MismatchError:
+        complete = False
+    return [block for block in range(blocks) if block not in committed], complete
+
+
+def restore(path: Path | str) -> list[str]:
+    """Write metadata again that are not as they were made, from the copy in the run record.
+
+    Returns:
+        The files written, relative to the capture.
+
+    Raises:
+        UsageError: Nothing is there, or not a capture.
+        MismatchError: The run record is broken.
+        KimicapError: A file may not be read or written.
+    """
+    folder = local(path)
+    return restore_metadata(folder, records.read_run(folder)[1])
+
+
 def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
     """Take back the blocks that ``damages`` belong to: the capture is unfinished then, and resumes with them.
 
     Returns:
-        The blocks taken back, in order. Damages without a block stay: the arrays' own metadata or
-        coordinates cannot be computed again.
+        The blocks taken back, in order. Damages without a block stay.
 
     Raises:
         KimicapError: The records cannot be changed.
@@ -97,56 +140,23 @@ def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
     return blocks
 
 
-def _attribute_damages(store: Store) -> list[Damage]:
-    """Attributes of the root that are not what the run gave it; others may have been added."""
-    found = store.attributes()
-    differ = [name for name, value in store.given_attributes.items() if found.get(name) != value]
-    return [
-        Damage(value="", layers=(), block=None, problem=f"the attribute {name} was changed", shard="zarr.json")
-        for name in differ
-    ]
-
-
-def _metadata_damages(store: Store) -> list[Damage]:
-    """Arrays whose own metadata differ from the root's, or that it lacks, and coordinates that cannot be read."""
-    metadata = read_root(store.path)["consolidated_metadata"]["metadata"]
-    files = (file for depth in ("*", "*/*") for file in store.path.glob(f"{depth}/zarr.json"))
-    there = {str(file.parent.relative_to(store.path)) for file in files}
-    damages = [
-        Damage(value=name, layers=(), block=None, problem="the root's metadata lack it", shard="zarr.json")
-        for name in sorted(there - set(metadata))
-    ]
-    for name, expected in metadata.items():
-        problem = _metadata_problem(store.path / name / "zarr.json", expected)
-        file = f"{name}/zarr.json"
-        if problem is None and expected["node_type"] == "array" and name not in store.layouts:
-            file = name
-            try:
-                read_coordinate(store.path, name)
-            except FileNotFoundError:
-                problem = "the file of this coordinate is missing"
-            except OSError as error:
-                raise storage_error(error, store.path / name) from error
-            except ValueError as error:
-                problem = f"this coordinate is damaged: {error}"
-        if problem is not None:
-            damages.append(Damage(value=name, layers=(), block=None, problem=problem, shard=file))
+def _coordinate_damages(store: Store, broken: set[str]) -> list[Damage]:
+    """Coordinates that cannot be read; those of which the metadata are broken are left out."""
+    damages = []
+    for name, metadata in read_root(store.path)["consolidated_metadata"]["metadata"].items():
+        if metadata["node_type"] != "array" or name in store.layouts or name in broken:
+            continue
+        try:
+            read_coordinate(store.path, name)
+            continue
+        except FileNotFoundError:
+            problem = "the file of this coordinate is missing"
+        except OSError as error:
+            raise storage_error(error, store.path / name) from error
+        except ValueError as error:
+            problem = f"this coordinate is damaged: {error}"
+        damages.append(Damage(value=name, layers=(), block=None, problem=problem, shard=name))
     return damages
-
-
-def _metadata_problem(file: Path, expected: dict[str, Any]) -> str | None:
-    """What is wrong with the metadata of one array or group, if anything."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return "its metadata are missing"
-    except OSError as error:
-        raise storage_error(error, file) from error
-    except ValueError:
-        return "its metadata cannot be read"
-    # Groups have an empty list of members consolidated with them in the root, and not of their own.
-    same = all(found.get(key) == value for key, value in expected.items() if key != "consolidated_metadata")
-    return None if same else "its metadata differ from those in the root's zarr.json"
 
 
 def _record_damages(store: Store, committed: Sequence[int], unreadable: Sequence[int]) -> list[Damage]:

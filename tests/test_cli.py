@@ -149,7 +149,10 @@ def test_damage_is_found_taken_back_and_captured_again(folder, tmp_path):
     found = call("verify", out)
     assert found.exit_code == 3
     assert shard.name in found.stdout
-    assert "is damaged in 1 place; --repair takes the blocks back" in found.stderr
+    assert found.stderr == (
+        f"{out} is damaged in 1 place; --repair writes metadata again, and takes blocks back for `kimicap run "
+        "--resume`.\n"
+    )
     repaired = call("verify", out, "--repair")
     assert repaired.exit_code == 0
     assert "blocks taken back" in repaired.stdout
@@ -159,6 +162,24 @@ def test_damage_is_found_taken_back_and_captured_again(folder, tmp_path):
     again = call("run", *basics(folder), "--out", out, "--block-sequences", 4, "--resume")
     assert again.exit_code == 0, again.stderr
     assert kimicap.open(out).equals(kimicap.open(folder / "done.zarr"))
+
+
+def test_a_lost_root_is_found_and_written_again(folder, tmp_path):
+    out = tmp_path / "o.zarr"
+    shutil.copytree(folder / "done.zarr", out)
+    (out / "zarr.json").unlink()
+    remedy = "Write it again with kimicap verify --repair.\n"
+    for command in (["info", out], ["run", *basics(folder), "--out", out, "--block-sequences", 4, "--resume"]):
+        found = call(*command)
+        assert (found.exit_code, found.stderr[-len(remedy) :]) == (3, remedy)
+    found = call("verify", out, "--json")
+    assert (found.exit_code, json.loads(found.stdout)["whole"]) == (3, False)
+    repaired = call("verify", out, "--repair")
+    assert repaired.exit_code == 0, repaired.stderr
+    assert "metadata written again: zarr.json" in repaired.stdout
+    assert "all blocks are there; `kimicap seal` completes the capture" in repaired.stdout
+    assert call("seal", out).exit_code == 0
+    assert json.loads((out / "zarr.json").read_text()) == json.loads((folder / "done.zarr/zarr.json").read_text())
 
 
 def schema_file(tmp_path):

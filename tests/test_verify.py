@@ -13,10 +13,11 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from kimicap import arrays, records, store
+from kimicap import arrays, cli, records, store
 from kimicap.errors import MismatchError
-from kimicap.verify import repair, verify
+from kimicap.verify import repair, restore, verify
 from tests import captures
 
 # Root reads whatever it likes, unless it gives that up.
@@ -193,6 +194,10 @@ def test_changed_attributes_are_found_and_added_ones_are_not(capture):
     arrays.set_attributes(capture, {"model": "another"})
     (damage,) = verify(capture)
     assert (damage.block, damage.shard, damage.problem) == (None, "zarr.json", "the attribute model was changed")
+    assert restore(capture) == ["zarr.json"]
+    attributes = store.resume(capture).attributes()
+    assert (attributes["model"], attributes["note"], attributes["complete"]) == ("tiny", "of mine", True)
+    assert verify(capture) == []
 
 
 @pytest.mark.parametrize("name", ["mlp/expert_indices", "mlp/layer"])
@@ -202,10 +207,46 @@ def test_a_root_that_lacks_an_array_costs_no_block(capture, name):
     (capture / "zarr.json").write_text(json.dumps(root))
     damages = verify(capture)
     assert {(damage.value, damage.block, damage.problem) for damage in damages} == {
-        (name, None, "the root's metadata lack it")
+        (name, None, "its metadata in the root are not as they were made")
     }
     assert repair(capture, damages) == []
     assert sorted(records.read_blocks(capture)[0]) == [0, 1, 2]
+    assert restore(capture) == ["zarr.json"]
+    assert verify(capture) == []
+    assert store.resume(capture).complete
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"attributes": {}}', "[]"])
+def test_a_lost_root_is_written_again(capture, text):
+    before = json.loads((capture / "zarr.json").read_text())
+    (capture / "zarr.json").unlink() if text is None else (capture / "zarr.json").write_text(text)
+    (damage,) = verify(capture)
+    assert (damage.shard, damage.problem) == ("zarr.json", "the root's metadata are missing or broken")
+    assert restore(capture) == ["zarr.json"]
+    assert verify(capture) == []
+    store.resume(capture).seal(captures.BLOCKS, {"wall_s": 1.5})
+    assert json.loads((capture / "zarr.json").read_text()) == before
+
+
+def test_the_good_copy_of_metadata_wins(capture):
+    """A bit of the root's copy of an array's shape: the array's own file is right."""
+    root = json.loads((capture / "zarr.json").read_text())
+    root["consolidated_metadata"]["metadata"]["mlp/router_logits"]["shape"][3] = 9
+    (capture / "zarr.json").write_text(json.dumps(root))
+    assert {damage.value for damage in verify(capture)} == {"mlp/router_logits"}
+    assert restore(capture) == ["zarr.json"]
+    resume_all(capture)
+
+
+def test_what_broken_metadata_hide_is_found_when_they_are_mended(capture):
+    (capture / "mlp/router_logits/zarr.json").write_text("{}")
+    flip(capture / SHARD, 30)
+    result = CliRunner().invoke(cli.app, ["verify", str(capture), "--repair", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["rewritten"], found["taken_back"]) == (["mlp/router_logits/zarr.json"], [2])
+    assert [damage["shard"] for damage in found["damages"]] == ["mlp/router_logits/zarr.json", SHARD]
+    resume_all(capture)
 
 
 UNREADABLE = [
@@ -278,9 +319,11 @@ def test_damaged_metadata_and_coordinates_are_found(capture):
     (capture / "mlp/zarr.json").unlink()
     damages = {damage.value: damage for damage in verify(capture)}
     assert set(damages) == {"mlp/expert_indices", "mlp/layer", "position", "mlp"}
-    assert "differ" in damages["mlp/expert_indices"].problem
+    assert damages["mlp/expert_indices"].problem == "its metadata are not as they were made"
     assert "damaged" in damages["mlp/layer"].problem
-    assert "missing" in damages["position"].problem
-    assert "missing" in damages["mlp"].problem
+    assert damages["position"].problem == "the file of this coordinate is missing"
+    assert damages["mlp"].problem == "its metadata are missing or broken"
     assert repair(capture, list(damages.values())) == []
+    assert restore(capture) == ["mlp/expert_indices/zarr.json", "mlp/zarr.json"]
+    assert {damage.value for damage in verify(capture)} == {"mlp/layer", "position"}
     assert store.resume(capture).complete
