@@ -118,7 +118,10 @@ class Settings(BaseModel):
         json_schema_extra={"data": True},
     )
     device: Text | None = Field(None, description="Where the model runs; a GPU if there is one.")
-    device_map: Text | None = Field(None, description="Spread the model with accelerate: auto, balanced, sequential.")
+    device_map: Text | None = Field(
+        None,
+        description="Spread the model with accelerate: auto, balanced, sequential; not with --random-weights.",
+    )
     attention: Text | None = Field(
         None,
         description="Attention implementation: eager, sdpa, flash_attention_2, ….",

@@ -312,7 +312,11 @@ def _sentences(name: str, what: str, remedy: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".,")[:300]
         if "does not recognize this architecture" in reason:
-            remedy = "install a newer transformers, or give a checkpoint with its own code and --trust-remote-code"
+            remedy = (
+                "install transformers 5.17 or newer, or give a checkpoint with its own code and --trust-remote-code"
+            )
+        elif "requires `accelerate`" in reason:
+            remedy = "install kimicap[offload], or leave out --device-map"
         elif "couldn't connect" in reason:
             remedy = "check the name and the connection, or give a local folder"
         elif "attn_implementation" in reason or "FlashAttention" in reason:

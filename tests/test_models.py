@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from kimicap.config import load_settings
 from kimicap.errors import UsageError
@@ -199,6 +200,21 @@ def test_a_hub_models_digest_is_its_commit(tmp_path, monkeypatch):
         (cache / "refs/main").write_text(commit)
         assert digests("some/model") == commit
         assert digests("some/model", random_weights=True, revision=commits[0]) == commits[0]
+
+
+def test_a_transformers_without_the_model_gets_the_version_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(CONFIG_MAPPING._mapping, "kimi_linear", raising=False)
+    assert sentence_of(loaded, save_config(tmp_path), random_weights=True).endswith(
+        "To mend it, install transformers 5.17 or newer, or give a checkpoint with its own code and "
+        "--trust-remote-code."
+    )
+
+
+def test_a_device_map_without_accelerate(saved, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
+    assert sentence_of(loaded, saved, device_map="auto").endswith(
+        "To mend it, install kimicap[offload], or leave out --device-map."
+    )
 
 
 def test_devices_that_are_not_there(saved):
