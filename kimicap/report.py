@@ -47,9 +47,9 @@ def show_plan(document: Mapping[str, Any], *, err: bool = False) -> None:
     _print_table(console, table)
     decoded = f", up to {document['decoded_tokens']} of them decoded" if document["decoded_tokens"] else ""
     console.print(
-        f"{document['sequences']} sequences, {document['tokens']} tokens{decoded}, in {document['blocks']} "
-        f"block{'' if document['blocks'] == 1 else 's'} of {document['block_sequences']}; at most "
-        f"{document['files']} files"
+        f"{_count(document['sequences'], 'sequence')}, {_count(document['tokens'], 'token')}{decoded}, in "
+        f"{_count(document['blocks'], 'block')} of {document['block_sequences']}; at most "
+        f"{_count(document['files'], 'file')}"
     )
     memory = size_text(document["memory_bytes"])
     console.print(
@@ -98,7 +98,7 @@ def show_info(path: str, found: Mapping[str, Any]) -> None:
     """What `kimicap.store.info` found."""
     console, attributes = _console(), found["attributes"]
     state = "complete" if found["complete"] else "not complete"
-    console.print(f"{path}: {len(found['committed'])} of {found['blocks']} blocks committed, {state}")
+    console.print(f"{path}: {len(found['committed'])} of {_count(found['blocks'], 'block')} committed, {state}")
     if found["complete"] and found["missing"]:
         lost = ranges(found["missing"])
         console.print(
@@ -148,6 +148,8 @@ def show_verify(document: Mapping[str, Any]) -> None:
         )
     elif document["missing"]:
         console.print(f"blocks not committed yet: {ranges(document['missing'])}; `kimicap run --resume` goes on")
+        if not document["damages"]:
+            console.print(f"the committed blocks of {document['path']} are whole")
     if document["whole"]:
         console.print(f"{document['path']} is whole")
 
@@ -184,8 +186,14 @@ def counting(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 def follow(events: "Iterable[Event]", prepared: "Prepared", rank: "Rank", *, resume: bool) -> None:
     """Goes through a run's events and shows how far it is: live on a terminal, a line now and then elsewhere."""
-    console = _console(err=True)
-    total = sum(len(prepared.plan.block(block)) for block in _todo(prepared, rank, resume=resume))
+    from kimicap.run import committed_at
+
+    console, plan = _console(err=True), prepared.plan
+    done = committed_at(prepared.settings, resume=resume)
+    total = sum(len(plan.block(block)) for block in rank.blocks(plan.blocks, done))
+    if resume and not rank.rank:
+        there = sum(block in done for block in range(plan.blocks))
+        _line(f"{there} of {_count(plan.blocks, 'block')} committed, {plan.blocks - there} to go")
     prefix = f"[rank {rank.rank}] " if rank.rank else ""
     steps = _steps(events, prefix)
     if console.is_terminal and not rank.rank:
@@ -198,7 +206,7 @@ def follow(events: "Iterable[Event]", prepared: "Prepared", rank: "Rank", *, res
     if last is not None and not rank.rank:
         told = f"{size_text(last.written_bytes)} in {last.elapsed_s:.1f} s, {_rate(last):.0f} tokens/s"
         who = "this process " if rank.world > 1 else ""
-        _line(f"{who}captured {last.sequences} sequences, {last.tokens} tokens, {told}")
+        _line(f"{who}captured {_count(last.sequences, 'sequence')}, {_count(last.tokens, 'token')}, {told}")
     if rank.world > 1 and not rank.rank:
         _line("The blocks of this process are done; the last process to finish completes the capture.")
 
@@ -220,17 +228,6 @@ def _steps(events: "Iterable[Event]", prefix: str) -> "Iterator[Step]":
                 )
 
 
-def _todo(prepared: "Prepared", rank: "Rank", *, resume: bool) -> Sequence[int]:
-    """The blocks that this run will work through."""
-    from pathlib import Path
-
-    from kimicap import records
-
-    out = Path(prepared.settings.out)
-    done = records.read_blocks(out)[0] if resume and records.is_capture(out) else {}
-    return rank.blocks(prepared.plan.blocks, done)
-
-
 def _follow_lines(steps: "Iterable[Step]", total: int, *, prefix: str) -> "Step | None":
     last, told, waited = None, 0.0, Bottleneck()
     for last in steps:
@@ -239,7 +236,7 @@ def _follow_lines(steps: "Iterable[Step]", total: int, *, prefix: str) -> "Step 
             told = last.elapsed_s
             left = last.elapsed_s / last.sequences * (total - last.sequences)
             _line(
-                f"{prefix}{last.sequences} of {total} sequences, {_rate(last):.0f} tokens/s, "
+                f"{prefix}{last.sequences} of {_count(total, 'sequence')}, {_rate(last):.0f} tokens/s, "
                 f"{size_text(last.written_bytes)} written, {left:.0f} s left, waiting for: {stage}"
             )
     return last
@@ -279,6 +276,11 @@ class Bottleneck:
 
 def _rate(step: "Step") -> float:
     return step.tokens / max(step.elapsed_s, 1e-9)
+
+
+def _count(number: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _line(text: str) -> None:

@@ -72,6 +72,10 @@ def test_flags_override_the_config_file(folder, tmp_path):
     assert [array["path"] for array in document["arrays"]][-1] == "logits"
 
 
+def test_one_of_a_kind_is_not_many(folder):
+    assert "1 sequence, 12 tokens, in 1 block of 1; at most" in call("plan", *basics(folder), "--limit", 1).stdout
+
+
 def test_every_setting_is_a_flag_with_its_description():
     text = "".join(call("run", "--help").stdout.split())
     for name, field in Settings.model_fields.items():
@@ -156,11 +160,14 @@ def test_damage_is_found_taken_back_and_captured_again(folder, tmp_path):
     repaired = call("verify", out, "--repair")
     assert repaired.exit_code == 0
     assert "blocks taken back" in repaired.stdout
+    sound = call("verify", out)
+    assert sound.stdout.splitlines()[-1] == f"the committed blocks of {out} are whole"
     seal = call("seal", out)
     assert seal.exit_code == 3
     assert "is not complete" in seal.stderr
     again = call("run", *basics(folder), "--out", out, "--block-sequences", 4, "--resume")
     assert again.exit_code == 0, again.stderr
+    assert "1 of 2 blocks committed, 1 to go\n" in again.stderr
     assert kimicap.open(out).equals(kimicap.open(folder / "done.zarr"))
 
 

@@ -60,6 +60,18 @@ def test_a_line_every_30_s_without_a_terminal(tmp_path, capsys):
     ]
 
 
+def test_a_resumed_run_says_once_what_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("kimicap.run.committed_at", lambda settings, *, resume: {0: {}, 3: {}, 4: {}} if resume else {})
+    report.follow([step(1, elapsed_s=35)], prepared(tmp_path), Rank(), resume=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "3 of 5 blocks committed, 2 to go",
+        "1 of 4 sequences, 3 tokens/s, 1 MB written, 105 s left, waiting for: model",
+        "captured 1 sequence, 100 tokens, 1 MB in 35.0 s, 3 tokens/s",
+    ]
+    report.follow([], prepared(tmp_path), Rank(rank=1, world=2), resume=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_another_rank_says_which_it_is_and_no_more(tmp_path, capsys):
     report.follow([step(4, elapsed_s=35)], prepared(tmp_path), Rank(rank=1, world=2), resume=False)
     line = "[rank 1] 4 of 4 sequences, 11 tokens/s, 4 MB written, 0 s left, waiting for: model\n"
