@@ -41,7 +41,7 @@ class DataSettings:
         input_ids_column: Lists of token ids.
         seq_len: Tokens of the longest sequence; None cuts nothing.
         split_long: A row longer than ``seq_len`` goes on in the next sequence.
-        pack: Rows are concatenated into full windows of ``seq_len``.
+        pack: Rows are concatenated into windows of ``seq_len`` tokens; the last may be shorter.
         limit: Most sequences.
     """
 

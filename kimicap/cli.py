@@ -206,7 +206,7 @@ def plan_command(*, config: Config = None, as_json: Json = False, flags: Mapping
 
 @_command("check", settings=True)
 def check_command(*, config: Config = None, as_json: Json = False, flags: Mapping[str, Any]) -> None:
-    """Run one batch and test every invariant of the values asked for."""
+    """Run the first tokens, 70 at most, of four sequences and test every invariant of the values asked for."""
     from kimicap import report
     from kimicap.check import run_checks
 

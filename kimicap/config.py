@@ -163,7 +163,9 @@ class Settings(BaseModel):
         json_schema_extra={"data": True},
     )
     pack: bool = Field(
-        False, description="Concatenate rows into full windows of --seq-len tokens.", json_schema_extra={"data": True}
+        False,
+        description="Concatenate rows into windows of --seq-len tokens; the last may be shorter.",
+        json_schema_extra={"data": True},
     )
     limit: Count | None = Field(None, description="Number of sequences.", json_schema_extra={"data": True})
 
