@@ -3,7 +3,7 @@
 #            Kimi-K3's own code needs;  make test-5, make test-4.57: either alone
 #
 # TORCH says which torch is installed, and comes first, so that nothing else chooses a build; on a machine without
-# a GPU, name a CPU build there to save gigabytes.
+# a GPU, name a CPU build there to save gigabytes. It has no effect on an environment that is there: `make clean` first.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
