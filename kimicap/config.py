@@ -120,7 +120,7 @@ class Settings(BaseModel):
     device: Text | None = Field(None, description="Where the model runs; a GPU if there is one.")
     device_map: Text | None = Field(
         None,
-        description="Spread the model with accelerate: auto, balanced, sequential; not with --random-weights.",
+        description="Spread a checkpoint with accelerate: auto, balanced, sequential; not random weights.",
     )
     attention: Text | None = Field(
         None,

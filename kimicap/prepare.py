@@ -176,10 +176,6 @@ def _check(settings: Settings, wants: Sequence[Want]) -> None:
     Raises:
         UsageError: Some do.
     """
-    if settings.random_weights and settings.device_map is not None:
-        raise UsageError(
-            "--random-weights builds the model on one device and --device-map spreads it; give one of them."
-        )
     if settings.forced and not settings.generate:
         raise UsageError("--forced decodes given tokens; say how many with --generate.")
     if settings.generate and settings.split_long == "continue":

@@ -219,17 +219,6 @@ def test_errors_are_sentences_and_leave_nothing(folder, tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "check"])
-def test_random_weights_and_a_device_map_exclude_each_other(folder, tmp_path, command):
-    flags = [*basics(folder), "--random-weights", "--device-map", "auto", "--out", tmp_path / "o.zarr"]
-    result = call(command, *flags)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "--random-weights builds the model on one device and --device-map spreads it; give one of them.\n"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_token_beyond_the_vocabulary(folder, tmp_path):
     (tmp_path / "in").mkdir()
     data = tmp_path / "in" / "d.jsonl"
