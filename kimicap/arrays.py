@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _OPENING = threading.Lock()
 """Held while zarr's settings, which are those of the whole process, are not as they were."""
+_BESIDE_BYTES = 46
+"""What `_beside` adds to a name."""
 
 
 def build(
@@ -48,7 +50,7 @@ def build(
     # NaN is no JSON: better refused now than when the capture is sealed.
     told = [item.attributes for item in arrays] + [item.attributes for item in coordinates]
     json.dumps([attributes, record, told], allow_nan=False)
-    fresh = path.parent / f".{path.name}.kimicap-new-{uuid.uuid4().hex}"
+    fresh = _beside(path, "new")
     root_attributes = {**attributes, "format": records.FORMAT, "complete": False}
     try:
         new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
@@ -173,19 +175,35 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{path} cannot be made, since {parent} is a file. Give another --out.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path} cannot be made: {parent} may not be written to. Give another --out.")
-    if not path.exists() or not any(path.iterdir()):
-        return
-    if not records.is_capture(path):
+    longest = os.pathconf(parent, "PC_NAME_MAX") - _BESIDE_BYTES
+    for name in path.relative_to(parent).parts:
+        if len(os.fsencode(name)) > longest:
+            raise UsageError(f"The name {name} is longer than {longest} bytes. Give a shorter --out.")
+    if path.exists() and any(path.iterdir()):
+        if not records.is_capture(path):
+            raise UsageError(
+                f"{path} is not empty and not a capture, so it is left alone, even by --overwrite. Give another --out."
+            )
+        if not overwrite:
+            raise UsageError(
+                f"{path} already holds a capture. Go on with it by --resume, or replace it by --overwrite."
+            )
+    if os.path.ismount(path):
+        raise UsageError(f"{path} is a mount point, which nothing can be renamed to. Give a folder inside it as --out.")
+    try:
+        inside = Path.cwd().is_relative_to(path)
+    except FileNotFoundError:
+        raise UsageError("The working directory was removed. Run it from one that is there.") from None
+    if inside:
         raise UsageError(
-            f"{path} is not empty and not a capture, so it is left alone, even by --overwrite. Give another --out."
+            f"{path} would be replaced by the capture, and the working directory lies in it. Run it from elsewhere, or "
+            "give another --out."
         )
-    if not overwrite:
-        raise UsageError(f"{path} already holds a capture. Go on with it by --resume, or replace it by --overwrite.")
 
 
 def _put_in_place(fresh: Path, path: Path) -> None:
     """Rename ``fresh`` to ``path``, and delete the capture that was there, if any."""
-    old = path.parent / f".{path.name}.kimicap-old-{uuid.uuid4().hex}"
+    old = _beside(path, "old")
     if records.is_capture(path):
         # Moved aside first: deleting terabytes takes minutes, and half a capture must not be found.
         os.rename(path, old)
@@ -197,6 +215,11 @@ def _put_in_place(fresh: Path, path: Path) -> None:
         raise
     records.sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path, what: str) -> Path:
+    """Where a capture that is new, or old, lies for a while beside ``path``."""
+    return path.parent / f".{path.name}.kimicap-{what}-{uuid.uuid4().hex}"
 
 
 def _clear_leftovers(path: Path) -> None:

@@ -151,3 +151,37 @@ def test_a_capture_that_another_run_replaced_is_not_written_to(tmp_path, meanwhi
     with pytest.raises(MismatchError, match="was replaced or removed"):
         ours.commit(0, {"shards": shards})
     assert sorted((tmp_path / "c").rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["c" * 209, "d" * 209 + "/c"])
+def test_a_name_as_long_as_the_disk_takes_is_taken(tmp_path, name):
+    """One byte more, and a new capture could not lie beside its place."""
+    captures.new(tmp_path / name)
+    captures.new(tmp_path / name, overwrite=True)
+    with pytest.raises(UsageError, match=r"The name c+ is longer than 209 bytes. Give a shorter --out."):
+        arrays.check_target(tmp_path / "parent" / ("c" * 210) / "c", overwrite=False)
+
+
+def test_a_mount_point_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays.os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(UsageError, match=r"is a mount point, .* Give a folder inside it as --out."):
+        captures.new(tmp_path)
+    captures.finished(tmp_path / "c")
+
+
+def test_the_working_directory_is_never_replaced(tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    refused = pytest.raises(UsageError, match=r"the working directory lies in it. Run it from elsewhere, or give")
+    with refused:
+        captures.new(".")
+    captures.finished("../c")
+    monkeypatch.chdir(tmp_path / "c/mlp")
+    with refused:
+        captures.new("..", overwrite=True)
+    assert store.resume("..").complete
+    shutil.rmtree(tmp_path / "empty")
+    with monkeypatch.context() as gone:
+        gone.setattr(os, "getcwd", lambda: os.stat(tmp_path / "empty"))
+        with pytest.raises(UsageError, match=r"The working directory was removed. Run it from one that is there."):
+            captures.new(tmp_path / "d")
