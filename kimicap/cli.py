@@ -160,9 +160,15 @@ def run_command(
         typer.echo(prepared.settings.out)
 
 
+class _Interrupt(KeyboardInterrupt):
+    """A signal's. Where a plain KeyboardInterrupt left an exec(), CPython under -m ends by SIGINT, though caught."""
+
+
 @contextmanager
 def _stoppable() -> Iterator[Callable[[Iterator[Any]], Iterator[Any]]]:
     """SIGTERM and SIGINT outside the loop, which handles them itself, stop a run as Ctrl-C does.
+
+    Once the run has stopped, both are ignored to the end of the program, so that its exit code says so.
 
     Yields:
         What a run's events go through. Where the signal's exception was lost, as it is in a destructor, they end at
@@ -172,19 +178,22 @@ def _stoppable() -> Iterator[Callable[[Iterator[Any]], Iterator[Any]]]:
 
     def interrupt(number: int, frame: Any) -> None:
         asked.append(number)
-        raise KeyboardInterrupt
+        raise _Interrupt
 
     def until_asked(events: Iterator[Any]) -> Iterator[Any]:
         for event in events:
             if asked:
-                raise KeyboardInterrupt
+                raise _Interrupt
             yield event
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    after: dict[int, Any] = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield until_asked
+    except (KeyboardInterrupt, Stopped):
+        after = dict.fromkeys(after, signal.SIG_IGN)
+        raise
     finally:
-        for number, handler in before.items():
+        for number, handler in after.items():
             signal.signal(number, handler)
 
 

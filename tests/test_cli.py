@@ -415,6 +415,28 @@ def test_a_signal_leaves_a_capture_to_resume(folder, tmp_path, number):
         assert store.info(out)["complete"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_exits_with_75_wherever_the_signal_comes_and_whatever_follows(folder, tmp_path, number):
+    """CPython under -m ends by the signal itself if a KeyboardInterrupt went through an exec(), as in many imports."""
+    (tmp_path / "interrupted.py").write_text(
+        "import atexit, signal\n"
+        "from kimicap import cli, run\n"
+        f"run.check_place = lambda *_, **__: exec('import signal; signal.raise_signal({number:d})')\n"
+        f"atexit.register(signal.raise_signal, {number:d})\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted", "run", *basics(folder), "--out", tmp_path / "o.zarr"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == "Stopped; what was committed is kept, and --resume goes on.\n"
+
+
 def test_a_reader_of_stdout_that_goes_away_is_no_fault():
     code = "import sys; from kimicap.cli import main; sys.argv = ['kimicap', 'values']; main()"
     reader, writer = os.pipe()
