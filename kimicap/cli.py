@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import os
 import signal
 import sys
 import traceback
@@ -18,6 +17,7 @@ from kimicap._version import __version__
 from kimicap.config import load_settings
 from kimicap.errors import KimicapError, Stopped
 from kimicap.flags import option, setting_options
+from kimicap.streams import open_streams
 
 if TYPE_CHECKING:
     from kimicap.prepare import Prepared
@@ -43,10 +43,12 @@ _OUT = "capture.zarr"
 
 def main() -> None:
     """Entry point of the ``kimicap`` program."""
+    open_streams()
     try:
         app(prog_name="kimicap")
-    except KeyboardInterrupt:
-        sys.exit(Stopped.exit_code)
+    except (KimicapError, KeyboardInterrupt) as error:  # of what no command does, as --help
+        typer.echo(sentence_of(error), err=True)
+        sys.exit(exit_code_of(error))
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -88,9 +90,6 @@ def _command(name: str, *, settings: bool = False) -> Callable[[Callable[..., No
             try:
                 function(**given, **({"flags": flags} if settings else {}))
                 sys.stdout.flush()
-            except BrokenPipeError:  # whoever read stdout has gone: `kimicap values | head`
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                raise typer.Exit(128 + signal.SIGPIPE) from None
             except (Exception, KeyboardInterrupt) as error:
                 if isinstance(error, (typer.Exit, typer.Abort)):
                     raise

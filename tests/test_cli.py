@@ -364,17 +364,18 @@ def test_other_ranks_keep_quiet(folder, monkeypatch, tmp_path):
     assert result.stderr.startswith("[rank 1] No value is called")
 
 
-def program(*arguments, **options):
-    code = "from kimicap.cli import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
-    )
+PROGRAM = [sys.executable, "-c", "from kimicap.cli import main; main()"]
+PLACE = {"cwd": Path(__file__).parents[1], "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
+
+
+def program(*arguments, stdout=subprocess.PIPE):
+    return subprocess.Popen([*PROGRAM, *map(str, arguments)], stdout=stdout, stderr=subprocess.PIPE, **PLACE)
+
+
+def shell(redirected, *arguments, **options):
+    """The program with its streams as a shell redirects them."""
+    command = ["sh", "-c", f'exec "$@" {redirected}', "sh", *PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, check=False, **PLACE, **options)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["values", "--model", "MODEL"], ["plan", "--limit", "2"]])
@@ -437,13 +438,40 @@ def test_a_stopped_run_exits_with_75_wherever_the_signal_comes_and_whatever_foll
     assert done.stderr == "Stopped; what was committed is kept, and --resume goes on.\n"
 
 
-def test_a_reader_of_stdout_that_goes_away_is_no_fault():
-    code = "import sys; from kimicap.cli import main; sys.argv = ['kimicap', 'values']; main()"
+@pytest.mark.parametrize("arguments", [["--help"], ["values"], ["info", "DONE"], ["info", "DONE", "--json"]])
+def test_a_reader_of_stdout_that_goes_away_is_no_fault(folder, arguments):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False)
+    process = program(*[folder / "done.zarr" if part == "DONE" else part for part in arguments], stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    _, stderr = process.communicate()
+    assert (process.returncode, stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", "2>&0"])
+def test_a_run_whose_progress_nobody_can_read_goes_on(folder, tmp_path, redirected):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = shell(redirected, "run", *basics(folder), "--out", tmp_path / "o.zarr", stdin=writer)
+    refused = shell(redirected, "run", *basics(folder), "--out", tmp_path / "o.zarr", stdin=writer)
+    os.close(writer)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'o.zarr'}\n", "")
+    assert store.info(tmp_path / "o.zarr")["complete"]
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", "")
+
+
+def test_results_that_cannot_be_written_are_told_of_and_closed_streams_take_them(folder, tmp_path):
+    full = shell(">/dev/full", "run", *basics(folder), "--out", tmp_path / "o.zarr")
+    assert full.returncode == 1
+    sentence = (
+        "The results could not be written to stdout (No space left on device), which harms no capture; send them "
+    )
+    assert full.stderr.endswith(f"tokens/s\n{sentence}elsewhere.\n")
+    assert store.info(tmp_path / "o.zarr")["complete"]
+    also = shell(">/dev/full", "--help")
+    assert (also.returncode, also.stderr) == (1, f"{sentence}elsewhere.\n")
+    closed = shell(">&-", "info", tmp_path / "o.zarr")
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 def test_a_model_known_by_its_own_code_alone_needs_leave_to_run_it():
