@@ -15,7 +15,7 @@ import typer
 
 from kimicap._version import __version__
 from kimicap.config import load_settings
-from kimicap.errors import KimicapError, Stopped
+from kimicap.errors import KimicapError, Stopped, lack_of_memory
 from kimicap.flags import option, setting_options
 from kimicap.streams import open_streams
 
@@ -47,24 +47,19 @@ def main() -> None:
     try:
         app(prog_name="kimicap")
     except (KimicapError, KeyboardInterrupt) as error:  # of what no command does, as --help
-        typer.echo(sentence_of(error), err=True)
-        sys.exit(exit_code_of(error))
+        typer.echo(told(error), err=True)
+        sys.exit(told(error).exit_code)
 
 
-def exit_code_of(error: BaseException) -> int:
-    """The exit code that an error becomes; classes of kimicap carry their own."""
+def told(error: BaseException) -> KimicapError:
+    """What a person is told of an error, with the exit code that it becomes."""
     if isinstance(error, KeyboardInterrupt):
-        return Stopped.exit_code
-    return error.exit_code if isinstance(error, KimicapError) else 1
-
-
-def sentence_of(error: BaseException) -> str:
-    """What a person is told of an error."""
-    if isinstance(error, KeyboardInterrupt):
-        return "Stopped; what was committed is kept, and --resume goes on."
+        return Stopped("Stopped; what was committed is kept, and --resume goes on.")
+    if (room := lack_of_memory(error)) is not None:
+        return room
     if isinstance(error, KimicapError):
-        return str(error)
-    return (
+        return error
+    return KimicapError(
         f"Unexpected {type(error).__name__}: {error}. This is a fault of kimicap; run again with --debug to see where."
     )
 
@@ -95,8 +90,8 @@ def _command(name: str, *, settings: bool = False) -> Callable[[Callable[..., No
                     raise
                 if shown:
                     traceback.print_exc()
-                typer.echo(f"{_prefix()}{sentence_of(error)}", err=True)
-                raise typer.Exit(exit_code_of(error)) from None
+                typer.echo(f"{_prefix()}{told(error)}", err=True)
+                raise typer.Exit(told(error).exit_code) from None
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

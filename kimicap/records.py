@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimicap.errors import KimicapError, MismatchError, RoomError, UsageError
+from kimicap.errors import KimicapError, MismatchError, RoomError, UsageError, lack_of_memory
 
 FORMAT = 1
 """Version of the on-disk format that this code writes, and the newest that it reads."""
@@ -243,6 +243,8 @@ def storage_error(exc: BaseException, path: Path | str) -> KimicapError:
     """The sentence for an error of the filesystem or of tensorstore while reading or writing ``path``."""
     if isinstance(exc, KimicapError):
         return exc
+    if (room := lack_of_memory(exc)) is not None:
+        return room
     code = os_code(exc)
     if code == errno.ENOSPC:
         return RoomError(f"The disk holding {path} is full; free some and go on with --resume.")

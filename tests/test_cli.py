@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import kimicap
 from kimicap import store
-from kimicap.cli import app, exit_code_of
+from kimicap.cli import app, told
 from kimicap.config import Settings
 from kimicap.documents import size_text
 from kimicap.errors import KimicapError, MismatchError, RoomError, Stopped, UsageError
@@ -352,9 +352,37 @@ def test_unexpected_failures(folder, monkeypatch):
 
 def test_one_table_from_errors_to_exit_codes():
     classes = {UsageError: 2, MismatchError: 3, RoomError: 4, Stopped: 75, KimicapError: 1}
-    assert {kind: exit_code_of(kind("x")) for kind in classes} == classes
-    assert exit_code_of(KeyboardInterrupt()) == 75
-    assert exit_code_of(RuntimeError()) == 1
+    assert {kind: told(kind("x")).exit_code for kind in classes} == classes
+    assert told(KeyboardInterrupt()).exit_code == 75
+    assert told(RuntimeError()).exit_code == 1
+
+
+LACKS = [
+    MemoryError(),
+    OSError(12, "Cannot allocate memory"),
+    RuntimeError("can't start new thread"),
+    ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."),
+]
+
+
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: str(error).partition(":")[0])
+def test_a_lack_of_memory_is_told_as_such_whatever_it_becomes_on_its_way(folder, monkeypatch, error):
+    """Here while the dataset is opened, whose errors are those of its files otherwise."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    result = call("plan", *basics(folder))
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr == (
+        f"The system gives this process no more memory or threads ({str(error) or 'MemoryError'}). Free some, raise "
+        "its limits (ulimit -v and -u, or those of its job), or give a smaller --memory or --batch-tokens.\n"
+    )
+    first = RoomError("The disk is full.")
+    first.__context__ = error
+    assert told(first) is first
 
 
 def test_other_ranks_keep_quiet(folder, monkeypatch, tmp_path):

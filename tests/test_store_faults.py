@@ -107,6 +107,7 @@ def test_storage_errors_become_sentences():
     assert type(full) is RoomError
     assert str(full) == "The disk holding /d/c is full; free some and go on with --resume."
     assert type(records.storage_error(OSError(122, "quota"), "/d")) is RoomError
+    assert "no more memory or threads" in str(records.storage_error(MemoryError(), "/d"))
     denied = records.storage_error(PermissionError(13, "no"), "/d")
     assert type(denied) is UsageError
     assert "/d cannot be accessed: Permission denied. Mend its permissions" in str(denied)
