@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 from kimicap.architecture import Architecture
@@ -93,7 +93,10 @@ def plan_document(prepared: Prepared) -> dict[str, Any]:
         "family": prepared.architecture.family.name,
         "dataset": settings.dataset,
         "out": settings.out,
-        "arrays": [_array(array) for array in plan.arrays],
+        "arrays": [
+            *(_array(array, array.shards) for array in plan.frame),
+            *(_array(value.array, value.files) for value in plan.values),
+        ],
         "sequences": len(plan.lengths),
         "tokens": int(plan.lengths.sum()),
         "decoded_tokens": 0 if settings.forced else settings.generate * len(plan.lengths),
@@ -109,7 +112,7 @@ def plan_document(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _array(array: ArrayLayout) -> dict[str, Any]:
+def _array(array: ArrayLayout, files: int) -> dict[str, Any]:
     return {
         "path": array.path,
         "dims": list(array.dims),
@@ -118,7 +121,7 @@ def _array(array: ArrayLayout) -> dict[str, Any]:
         "bytes": array.nbytes,
         "chunk": list(array.chunk),
         "shard": list(array.shard),
-        "files": prod(ceil(size / extent) for size, extent in zip(array.shape, array.shard, strict=True)),
+        "files": files,
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,11 @@ class ArrayLayout:
     def itemsize_bytes(self) -> int:
         """Bytes of one stored element."""
         return np.dtype(self.dtype).itemsize
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return prod(ceil(size / extent) for size, extent in zip(self.shape, self.shard, strict=True))
 
     @property
     def nbytes(self) -> int:

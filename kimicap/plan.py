@@ -54,10 +54,7 @@ class CapturePlan:
     @property
     def files(self) -> int:
         """Shards of all arrays, at most (those that hold nothing but fill are not written)."""
-        return sum(
-            prod(ceil(size / extent) for size, extent in zip(array.shape, array.shard, strict=True))
-            for array in self.arrays
-        )
+        return sum(array.shards for array in self.frame) + sum(value.files for value in self.values)
 
     def with_source_dtypes(self, dtypes: Mapping[str, str]) -> "CapturePlan":
         """The plan with the dtypes in which the model was seen to have its values."""

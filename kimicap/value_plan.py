@@ -67,6 +67,14 @@ class ValuePlan:
         return ceil(self.array.shape[axis] / self.array.shard[axis])
 
     @property
+    def files(self) -> int:
+        """Shards that hold a block that has the value, at most (those that hold nothing but fill are not written)."""
+        if self.leading != 2:
+            return self.array.shards
+        grid = {at // self.shard_layers for at, block in enumerate(self.layers) if block in self.want.blocks}
+        return self.array.shards // ceil(len(self.layers) / self.shard_layers) * len(grid)
+
+    @property
     def slot_bytes(self) -> int:
         """Host bytes that one open shard takes."""
         return min(self.array.shard_nbytes, self.array.nbytes)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,19 +188,25 @@ def test_a_models_digest_is_of_config_weights_and_code(saved, tmp_path):
     assert changes() == [True, True, True]
 
 
-def test_a_hub_models_digest_is_its_commit(tmp_path, monkeypatch):
+def test_a_hub_models_digest_is_its_commit(tmp_path):
     commits = ["1" * 40, "2" * 40]
     cache = tmp_path / "models--some--model"
     for commit in commits:
         (cache / "snapshots" / commit).mkdir(parents=True)
         (cache / "snapshots" / commit / "config.json").write_text("{}")
     (cache / "refs").mkdir()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for commit in commits:
-        (cache / "refs/main").write_text(commit)
-        assert digests("some/model") == commit
-        assert digests("some/model", random_weights=True, revision=commits[0]) == commits[0]
+    code = (
+        "from pathlib import Path\n"
+        "from tests.test_models import digests\n"
+        f"for commit in {commits}:\n"
+        f"    Path({str(cache)!r}, 'refs/main').write_text(commit)\n"
+        "    assert digests('some/model') == commit\n"
+        f"    assert digests('some/model', random_weights=True, revision={commits[0]!r}) == {commits[0]!r}\n"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_transformers_without_the_model_gets_the_version_that_has_it(tmp_path, monkeypatch):
