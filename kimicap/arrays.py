@@ -68,27 +68,20 @@ def build(
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def read_layouts(path: Path) -> dict[str, ArrayLayout]:
+def read_layouts(made: Mapping[str, Any]) -> dict[str, ArrayLayout]:
     """The arrays that are written block by block, as `build` was given them.
 
-    Fill values of floats come back as ``math.nan``.
-
-    Raises:
-        MismatchError: The metadata are not those of a capture.
+    Args:
+        made: The root's ``zarr.json`` as `build` made it. What somebody added to the capture since is not in it.
     """
-    try:
-        group = zarr.open_group(path, mode="r", use_consolidated=True)
-        members = dict(group.members(max_depth=None))
-        return {
-            name: _layout(name, member)
-            for name, member in members.items()
-            if isinstance(member, zarr.Array) and member.shards is not None
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise MismatchError(
-            f"The array metadata in {path / 'zarr.json'} are broken ({error}). Write them again with"
-            " kimicap verify --repair."
-        ) from error
+    members = made["consolidated_metadata"]["metadata"]
+    return {name: _layout(name, member) for name, member in members.items() if _is_sharded(member)}
+
+
+def coordinates_of(made: Mapping[str, Any]) -> list[str]:
+    """The arrays that are whole from the beginning."""
+    members = made["consolidated_metadata"]["metadata"]
+    return [name for name, member in members.items() if member["node_type"] == "array" and not _is_sharded(member)]
 
 
 def open_tree(path: Path) -> "DataTree":
@@ -128,21 +121,18 @@ def read_root(path: Path) -> dict[str, Any]:
         MismatchError: It is missing, broken or without what `build` wrote.
         KimicapError: It cannot be read, whatever is in it.
     """
-    file = path / "zarr.json"
+    root = records.read_json(path / "zarr.json") or {}
     try:
-        root = json.loads(file.read_bytes())
         whole = isinstance(root["attributes"]["complete"], bool)
         whole = whole and isinstance(root["consolidated_metadata"]["metadata"], dict)
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         whole = False
-    except OSError as error:
-        raise storage_error(error, file) from error
     if not whole:
         raise MismatchError(
             f"{path / 'zarr.json'} is missing or broken, so what arrays the capture has is unknown."
             " Write it again with kimicap verify --repair."
         )
-    return dict(root)
+    return root
 
 
 def set_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
@@ -176,9 +166,10 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path} cannot be made: {parent} may not be written to. Give another --out.")
     longest = os.pathconf(parent, "PC_NAME_MAX") - _BESIDE_BYTES
-    for name in path.relative_to(parent).parts:
-        if len(os.fsencode(name)) > longest:
-            raise UsageError(f"The name {name} is longer than {longest} bytes. Give a shorter --out.")
+    if len(os.fsencode(path.name)) > longest:
+        raise UsageError(f"The name {path.name} is longer than {longest} bytes. Give a shorter --out.")
+    if path.exists() and not os.access(path, os.R_OK | os.X_OK):
+        raise UsageError(f"{path} may not be looked into. Mend its permissions, or give another --out.")
     if path.exists() and any(path.iterdir()):
         if not records.is_capture(path):
             raise UsageError(
@@ -298,20 +289,20 @@ def _compressors(codec: str, itemsize_bytes: int) -> list[BloscCodec | Crc32cCod
     return [*blosc[codec], Crc32cCodec()]
 
 
-def _layout(name: str, array: zarr.Array[Any]) -> ArrayLayout:
-    """The layout that ``array`` was created from."""
-    names = getattr(array.metadata, "dimension_names", None)
-    dtype = np.dtype(array.dtype)
-    assert names is not None
-    assert array.shards is not None
-    fill = {"b": False, "f": math.nan}.get(dtype.kind)
+def _is_sharded(member: Mapping[str, Any]) -> bool:
+    return bool(member["node_type"] == "array" and member["codecs"][0]["name"] == "sharding_indexed")
+
+
+def _layout(name: str, member: Mapping[str, Any]) -> ArrayLayout:
+    """The layout that an array was created from, by its metadata."""
+    fill = member["fill_value"]
     return ArrayLayout(
         path=name,
-        dims=tuple(names),
-        shape=array.shape,
-        dtype=dtype.name,
-        chunk=array.chunks,
-        shard=array.shards,
-        fill=int(array.fill_value) if fill is None else fill,
-        attributes=dict(array.attrs),
+        dims=tuple(member["dimension_names"]),
+        shape=tuple(member["shape"]),
+        dtype=member["data_type"],
+        chunk=tuple(member["codecs"][0]["configuration"]["chunk_shape"]),
+        shard=tuple(member["chunk_grid"]["configuration"]["chunk_shape"]),
+        fill=math.nan if fill == "NaN" else fill,
+        attributes=member["attributes"],
     )

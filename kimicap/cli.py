@@ -49,6 +49,13 @@ def main() -> None:
     except (KimicapError, KeyboardInterrupt) as error:  # of what no command does, as --help
         typer.echo(told(error), err=True)
         sys.exit(told(error).exit_code)
+    finally:
+        _ignore_signals()  # the exit code is known
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def told(error: BaseException) -> KimicapError:

@@ -1,12 +1,11 @@
 """The metadata of a capture's arrays: compared with the copy in its run record, and written again from it."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kimicap import records
-from kimicap.records import storage_error
+from kimicap.records import read_json, storage_error
 
 ROOT = "zarr.json"
 
@@ -24,22 +23,25 @@ def metadata_problems(path: Path, made: Mapping[str, Any]) -> list[tuple[str, st
     Raises:
         KimicapError: A file may not be read.
     """
-    root = _read(path / ROOT)
-    if root is None or not isinstance(root.get("attributes"), dict) or not isinstance(_members(root), dict):
+    root, kinds = read_json(path / ROOT), ("attributes", "consolidated_metadata")
+    broken = root is None or not isinstance(_attributes(root).get("complete"), bool)
+    if root is None or broken or any(root.get(key) != value for key, value in made.items() if key not in kinds):
         return [("", ROOT, "the root's metadata are missing or broken")]
     problems = [
         ("", ROOT, f"the attribute {name} was changed")
         for name, value in made["attributes"].items()
         if name != "complete" and root["attributes"].get(name) != value
     ]
+    found = _consolidated(root)
+    if any(found.get(key) != value for key, value in made["consolidated_metadata"].items() if key != "metadata"):
+        problems.append(("", ROOT, "the members' metadata are missing or broken"))
     for name, expected in _members(made).items():
-        if _members(root).get(name) != expected:
+        if not _is_made(_members(root).get(name), expected):
             problems.append((name, ROOT, "its metadata in the root are not as they were made"))
-        own = _read(path / name / ROOT)
-        if own is None:
-            problems.append((name, f"{name}/{ROOT}", "its metadata are missing or broken"))
-        elif any(own.get(key) != value for key, value in _own(expected).items()):
-            problems.append((name, f"{name}/{ROOT}", "its metadata are not as they were made"))
+        own = read_json(path / name / ROOT)
+        if not _is_made(own, _own(expected)):
+            what = "missing or broken" if own is None else "not as they were made"
+            problems.append((name, f"{name}/{ROOT}", f"its metadata are {what}"))
     return problems
 
 
@@ -52,44 +54,59 @@ def restore_metadata(path: Path, made: Mapping[str, Any]) -> list[str]:
     problems = metadata_problems(path, made)
     files = sorted({file for _, file, _ in problems})
     try:
-        for name in {name for name, file, _ in problems if file != ROOT}:
+        for name in sorted({name for name, file, _ in problems if file != ROOT}):
             (path / name).mkdir(exist_ok=True)
-            records.write_json(path / name / ROOT, _own(_members(made)[name]), scratch=path / records.FOLDER)
+            mended = _merged(read_json(path / name / ROOT), _own(_members(made)[name]))
+            records.write_json(path / name / ROOT, mended, scratch=path / records.FOLDER)
         if ROOT in files:
-            records.write_json(path / ROOT, _merged(_read(path / ROOT), made), scratch=path / records.FOLDER)
+            records.write_json(path / ROOT, _merged_root(path, made), scratch=path / records.FOLDER)
     except OSError as error:
         raise storage_error(error, path) from error
     return files
 
 
-def _merged(root: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dict[str, Any]:
+def _merged_root(path: Path, made: Mapping[str, Any]) -> dict[str, Any]:
     """The root as it was made, with what was added to it since, and whether it is complete."""
-    found: Mapping[str, Any] = root or {}
-    attributes, members = found.get("attributes"), _members(found)
-    kept = dict(attributes) if isinstance(attributes, dict) else {}
-    complete = {"complete": kept["complete"]} if isinstance(kept.get("complete"), bool) else {}
-    added = members if isinstance(members, dict) else {}
-    consolidated = {**made["consolidated_metadata"], "metadata": {**added, **_members(made)}}
-    return {**made, "attributes": {**kept, **made["attributes"], **complete}, "consolidated_metadata": consolidated}
+    found = read_json(path / ROOT)
+    root = _merged(found, made)
+    complete = _attributes(found).get("complete")
+    root["attributes"]["complete"] = complete if isinstance(complete, bool) else False
+    there = _members(found)
+    members = {name: member for name, member in there.items() if read_json(path / name / ROOT) is not None}
+    members |= {name: _merged(there.get(name), member) for name, member in _members(made).items()}
+    # In zarr's own order; it finds no member of a group in any other.
+    ordered = dict(sorted(members.items(), key=lambda item: (item[0].count("/"), item[0].casefold())))
+    root["consolidated_metadata"] = {**made["consolidated_metadata"], "metadata": ordered}
+    return root
 
 
-def _members(root: Mapping[str, Any]) -> Any:
+def _is_made(found: Any, expected: Mapping[str, Any]) -> bool:
+    """Whether metadata are as they were made, but for attributes that were added."""
+    same = isinstance(found, dict) and all(found.get(key) == expected[key] for key in {*expected} - {"attributes"})
+    return same and _attributes(found).items() >= expected["attributes"].items()
+
+
+def _merged(found: Any, made: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as they were made, with attributes that were added."""
+    return {**made, "attributes": {**_attributes(found), **made["attributes"]}}
+
+
+def _attributes(found: Any) -> dict[str, Any]:
+    attributes = found.get("attributes") if isinstance(found, dict) else None
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _consolidated(root: Any) -> dict[str, Any]:
+    consolidated = root.get("consolidated_metadata") if isinstance(root, dict) else None
+    return consolidated if isinstance(consolidated, dict) else {}
+
+
+def _members(root: Any) -> dict[str, Any]:
     """The metadata of every array and group under the root, by path."""
-    consolidated = root.get("consolidated_metadata")
-    return consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    members = _consolidated(root).get("metadata")
+    return members if isinstance(members, dict) else {}
 
 
 def _own(member: Mapping[str, Any]) -> dict[str, Any]:
     """A member's own ``zarr.json``; in the root, groups have an empty list of members consolidated with them."""
     return {key: value for key, value in member.items() if key != "consolidated_metadata"}
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """A JSON table; None where there is none."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    except OSError as error:
-        raise storage_error(error, file) from error
-    return found if isinstance(found, dict) else None

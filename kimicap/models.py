@@ -60,7 +60,12 @@ def model_digest(settings: Settings) -> str:
     folder = Path(settings.model)
     if folder.is_dir():
         try:
-            return folder_digest(folder, weights=not settings.random_weights, code=settings.trust_remote_code)
+            return folder_digest(
+                folder,
+                weights=not settings.random_weights,
+                code=settings.trust_remote_code,
+                generates=settings.generate > 0,
+            )
         except OSError as error:
             raise UsageError(f"The model's {error.filename} cannot be read: {error.strerror}. Mend it.") from None
     with _sentences(settings.model, "model", "check --model (a hub id or a local folder)"):

@@ -41,7 +41,13 @@ def local(path: Path | str) -> Path:
         raise UsageError(f"{path} is a URL, and object stores are not supported yet. Give a local folder.")
     try:
         found = Path(path).resolve()
+        str(found).encode()
         found.exists()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{str(path)!r} cannot be the path of a capture: its bytes are not UTF-8 (or LANG says that names here are "
+            "not). Give another, or set PYTHONUTF8=1."
+        ) from None
     except (OSError, RuntimeError, ValueError) as error:
         # A name that is too long, a loop of links, a zero byte.
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -72,6 +78,21 @@ def write_json(target: Path, body: Mapping[str, Any], *, scratch: Path) -> None:
         temp.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """A JSON table; None where there is no file, or something else in it.
+
+    Raises:
+        KimicapError: It cannot be read, whatever is in it.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise storage_error(error, file) from error
+    return found if isinstance(found, dict) else None
 
 
 def sync_folder(folder: Path) -> None:
@@ -133,6 +154,24 @@ def run_identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
+def check_format(path: Path) -> None:
+    """Checks that this kimicap can read the capture at ``path``; a broken record does not keep it from that.
+
+    Raises:
+        UsageError: There is nothing at ``path``, or something that is not a capture.
+        MismatchError: It has a newer format.
+    """
+    if not path.exists():
+        raise UsageError(f"There is no capture at {path}. Check the path.")
+    if not is_capture(path):
+        raise UsageError(f"{path} is not a capture: it has no {FOLDER}/{RUN}. Check the path.")
+    version = (read_json(path / FOLDER / RUN) or {}).get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise MismatchError(
+            f"{path} has format {version}, and this kimicap knows formats up to {FORMAT}. Update kimicap."
+        )
+
+
 def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run record of the capture at ``path``, and the root's ``zarr.json`` as it was made.
 
@@ -140,28 +179,13 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         UsageError: There is nothing at ``path``, or something that is not a capture.
         MismatchError: The record is broken, or of a newer format.
     """
-    if not path.exists():
-        raise UsageError(f"There is no capture at {path}. Check the path.")
-    if not is_capture(path):
-        raise UsageError(f"{path} is not a capture: it has no {FOLDER}/{RUN}. Check the path.")
+    check_format(path)
     file = path / FOLDER / RUN
-    try:
-        body = json.loads(file.read_bytes())
-        version = body["format"]
-        whole = isinstance(version, int) and (version > FORMAT or _is_whole(body))
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    except OSError as error:
-        raise storage_error(error, file) from error
-    if not whole:
+    body = read_json(file)
+    if body is None or not _is_whole(body):
         raise MismatchError(
-            f"The run record {file} is broken or was written by another program, so its settings are"
-            " unknown. Start again with --overwrite, or in another folder; what is there can be read with"
-            " xarray.open_datatree."
-        )
-    if version > FORMAT:
-        raise MismatchError(
-            f"{path} has format {version}, and this kimicap knows formats up to {FORMAT}. Update kimicap."
+            f"The run record {file} is broken, or was not written by this version of kimicap, so its settings are"
+            " unknown. Start again with --overwrite, or in another folder; what is there can be read with kimicap.open."
         )
     return body["record"], body["root"]
 
@@ -192,15 +216,10 @@ def read_blocks(path: Path) -> tuple[dict[int, dict[str, Any]], list[int]]:
             if not _BLOCK_FILE.fullmatch(name):
                 continue
             block = int(name.removesuffix(".json"))
-            try:
-                record = json.loads((folder / name).read_bytes())
-            except FileNotFoundError:
-                continue
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and record.get("block") == block and _is_whole(record):
+            record = read_json(folder / name)
+            if record is not None and record.get("block") == block and _is_whole(record):
                 records[block] = record
-            else:
+            elif (folder / name).exists():  # nobody took it back meanwhile
                 damaged.append(block)
     except OSError as error:
         raise storage_error(error, folder) from error

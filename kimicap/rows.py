@@ -111,7 +111,8 @@ def to_layout(
         )
     if padless:
         tensor = _pad(tensor, rows)
-    shape = [{"batch": batch, "position": width}.get(name) or size(name) for name in names if name != "past"]
+    known = {"batch": batch, "position": width}
+    shape = [known[name] if name in known else size(name) for name in names if name != "past"]
     if "past" in names:
         shape.insert(names.index("past"), tensor.shape[list(axes).index("past")])
     tensor = tensor.reshape(shape)

@@ -135,14 +135,13 @@ def _create(
         plan.arrays,
         plan.coordinates,
         attributes=_attributes(prepared, kernels),
-        record=_record(prepared),
+        record=_record(prepared, prepared.settings.data()),
         codec=prepared.settings.codec,
         overwrite=overwrite,
     )
 
 
-def _record(prepared: Prepared) -> dict[str, Any]:
-    data = prepared.settings.data()
+def _record(prepared: Prepared, data: dict[str, Any]) -> dict[str, Any]:
     schema = prepared.settings.schema_file
     return {
         "blocks": prepared.plan.blocks,
@@ -167,8 +166,11 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
     Raises:
         MismatchError: Something differs; all of it is listed.
     """
-    ours, theirs = _record(prepared), opened.record
-    mine, its = ours["settings"], theirs.get("settings", {})
+    theirs, mine = opened.record, prepared.settings.data()
+    its = theirs.get("settings", {})
+    if its.get("revision") is None and mine["revision"] == theirs["model_digest"]:
+        mine["revision"] = None  # the commit that was the newest then
+    ours = _record(prepared, mine)
     differ = [
         f"{name} is {_told(mine.get(name))}, was {_told(its.get(name))}"
         for name in sorted({*mine, *its})
@@ -177,7 +179,9 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
     if not differ and ours["tokens_digest"] != theirs.get("tokens_digest"):
         differ = ["the dataset or tokenizer gives other tokens than it did"]
     if not differ and ours["model_digest"] != theirs.get("model_digest"):
-        differ = ["the model's config, code or weights have changed"]
+        moved = mine["revision"] is None and not Path(mine["model"]).is_dir()
+        remedy = f": its newest commit was {theirs['model_digest']}, which --revision takes" if moved else ""
+        differ = [f"the model's config, code or weights have changed{remedy}"]
     if not differ and ours["schema_digest"] != theirs.get("schema_digest"):
         differ = ["the schema file has changed"]
     if not differ and ours != theirs:

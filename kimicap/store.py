@@ -269,9 +269,9 @@ def resume(path: Path | str) -> Store:
         MismatchError: The capture's own metadata are broken or newer than this kimicap.
     """
     folder = local(path)
-    record, _ = records.read_run(folder)
+    record, made = records.read_run(folder)
     read_root(folder)
-    return Store(folder, read_layouts(folder), record)
+    return Store(folder, read_layouts(made), record)
 
 
 def open_capture(path: Path | str) -> "DataTree":
@@ -282,7 +282,7 @@ def open_capture(path: Path | str) -> "DataTree":
         MismatchError: The capture's own metadata are broken or newer than this kimicap.
     """
     folder = local(path)
-    records.read_run(folder)
+    records.check_format(folder)
     read_root(folder)
     return open_tree(folder)
 

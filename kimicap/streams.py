@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import signal
 import sys
 from typing import Any
@@ -14,7 +15,9 @@ class _Results(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:  # it would block
+                select.select([], [self.fileno()], [])
+            return written
         except OSError as error:
             # What is buffered would fail once more when the program ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
@@ -44,7 +47,7 @@ def open_streams() -> None:
         stream = io.TextIOWrapper(
             io.BufferedWriter(kind(descriptor, "w", closefd=False)),
             encoding=getattr(given, "encoding", "utf-8"),
-            errors=getattr(given, "errors", "backslashreplace"),
+            errors="backslashreplace",
             line_buffering=True,
         )
         setattr(sys, name, stream)

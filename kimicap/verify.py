@@ -1,13 +1,13 @@
 """Find damage in a capture, and take damaged blocks back, so that ``--resume`` computes them again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kimicap import records
-from kimicap.arrays import read_coordinate, read_root, set_attributes
-from kimicap.errors import MismatchError
+from kimicap.arrays import coordinates_of, read_coordinate, read_root, set_attributes
+from kimicap.errors import KimicapError, MismatchError
 from kimicap.layout import ArrayLayout
 from kimicap.metadata import metadata_problems, restore_metadata
 from kimicap.records import local, os_code, storage_error
@@ -63,7 +63,7 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         if damages:
             return damages  # which hide all others
         raise
-    coordinates = _coordinate_damages(store, broken)
+    coordinates = _coordinate_damages(store, set(coordinates_of(made)) - broken)
     damages += coordinates
     broken |= {damage.value for damage in coordinates}
     committed, unreadable = records.read_blocks(store.path)
@@ -140,12 +140,10 @@ def repair(path: Path | str, damages: Sequence[Damage]) -> list[int]:
     return blocks
 
 
-def _coordinate_damages(store: Store, broken: set[str]) -> list[Damage]:
-    """Coordinates that cannot be read; those of which the metadata are broken are left out."""
+def _coordinate_damages(store: Store, names: Collection[str]) -> list[Damage]:
+    """Coordinates that cannot be read."""
     damages = []
-    for name, metadata in read_root(store.path)["consolidated_metadata"]["metadata"].items():
-        if metadata["node_type"] != "array" or name in store.layouts or name in broken:
-            continue
+    for name in sorted(names):
         try:
             read_coordinate(store.path, name)
             continue
@@ -231,6 +229,8 @@ def _read_problem(store: Store, array: str, start: Sequence[int], stop: Sequence
     """Why the bytes of a region cannot be made sense of, if they cannot."""
     try:
         store.read(array, start, stop)
+    except (KimicapError, MemoryError, TypeError):
+        raise
     except Exception as error:
         # Depending on which bit is wrong, tensorstore raises ValueError, NotImplementedError and more.
         if os_code(error) is not None:

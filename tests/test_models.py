@@ -184,8 +184,22 @@ def test_a_models_digest_is_of_config_weights_and_code(saved, tmp_path):
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "modeling_own.py").write_text("pass")
     assert changes() == [False, False, True]
-    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "_name_or_path": "x", "transformers_version": "9"}))
+    (folder / "training_args.bin").write_bytes(b"x")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert changes() == [False, False, True]
+    assert digests(folder, generate=2) != digests(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert changes() == [True, True, True]
+
+
+def test_a_folder_that_may_not_be_read_has_no_digest(saved, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", denied)
+    assert sentence_of(digests, saved) == f"The model's {saved} cannot be read: Permission denied. Mend it."
 
 
 def test_a_hub_models_digest_is_its_commit(tmp_path):

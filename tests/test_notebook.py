@@ -97,7 +97,7 @@ HEAD = ["logits", "lm_head_output", "next_token_probs", "residuals"]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kept", [1, 5, 12, 40, 0])
+@pytest.mark.parametrize("kept", [1, 5, 12, 40, 0, -4])
 def test_logits_of_the_last_tokens_alone(model, kept, side):
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, (slice(0, 3) if side == "left" else slice(9, 12))] = 0

@@ -370,6 +370,11 @@ def test_parents_are_made_and_an_empty_folder_is_taken(tmp_path):
         captures.new("s3://bucket/c")
 
 
+def test_a_path_that_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="cannot be the path of a capture: its bytes are not UTF-8"):
+        captures.new(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+
+
 def test_nan_attributes_are_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         store.create(tmp_path / "c", [], [], attributes={"loss": math.nan}, record={"blocks": 0})
@@ -386,7 +391,7 @@ def test_what_is_no_capture_cannot_be_resumed(tmp_path):
     body = json.loads(run.read_text())
     for text in ("", "[]", '{"format": 1, "record": {}}'):
         run.write_text(text)
-        with pytest.raises(MismatchError, match=r"run.json is broken or was written by another program"):
+        with pytest.raises(MismatchError, match=r"run.json is broken, or was not written by this version"):
             store.resume(tmp_path / "c")
     run.write_text(json.dumps({**body, "format": 2}))
     with pytest.raises(MismatchError, match=r"has format 2, and this kimicap knows formats up to 1. Update"):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import kimicap
 from kimicap import arrays, cli, records, store
 from kimicap.errors import MismatchError
 from kimicap.verify import repair, restore, verify
@@ -226,6 +228,87 @@ def test_a_lost_root_is_written_again(capture, text):
     assert verify(capture) == []
     store.resume(capture).seal(captures.BLOCKS, {"wall_s": 1.5})
     assert json.loads((capture / "zarr.json").read_text()) == before
+
+
+def edit(file: Path, change) -> None:
+    root = json.loads(file.read_text())
+    change(root)
+    file.write_text(json.dumps(root))
+
+
+def rename(members: dict, old: str, new: str) -> None:
+    for name, member in list(members.items()):
+        del members[name]
+        members[new if name == old else name] = member
+
+
+def members(root: dict) -> dict:
+    return root["consolidated_metadata"]["metadata"]
+
+
+ROOT_HARMS = {
+    "sharded renamed": lambda root: rename(members(root), "mlp/router_logits", "mlp/router_lagits"),
+    "coordinate renamed": lambda root: rename(members(root), "mlp/position", "mlp/xosition"),
+    "group renamed": lambda root: rename(members(root), "mlp", "nlp"),
+    "no complete": lambda root: root["attributes"].pop("complete"),
+    "odd complete": lambda root: root["attributes"].update(complete="yes"),
+    "kind": lambda root: root["consolidated_metadata"].update(kind="jnline"),
+    "no kind": lambda root: root["consolidated_metadata"].pop("kind"),
+    "node type": lambda root: root.update(node_type="array"),
+    "zarr format": lambda root: root.pop("zarr_format"),
+    "no attributes": lambda root: members(root)["mlp/router_logits"].update(attributes=[1]),
+    "no dimensions": lambda root: members(root)["mlp/router_logits"].pop("dimension_names"),
+    "no chunk": lambda root: members(root)["mlp/layer"]["chunk_grid"]["configuration"].update(chunk_shape=[0]),
+    "fill": lambda root: members(root)["length"].update(fill_value=10**30),
+    "member": lambda root: members(root).update({"mlp/layer": 3}),
+    "no members": lambda root: root["consolidated_metadata"].update(metadata=[]),
+}
+
+
+@pytest.mark.parametrize("harm", ROOT_HARMS)
+def test_any_harm_to_the_root_is_found_and_mended_and_costs_no_block(capture, harm):
+    edit(capture / "zarr.json", ROOT_HARMS[harm])
+    result = CliRunner().invoke(cli.app, ["verify", str(capture)])
+    assert result.exit_code == 3, result.output
+    repaired = CliRunner().invoke(cli.app, ["verify", str(capture), "--repair", "--json"])
+    assert repaired.exit_code == 0, repaired.output
+    assert (found := json.loads(repaired.stdout))["taken_back"] == [], found["damages"]
+    assert verify(capture) == []
+    assert set(kimicap.open(capture)["mlp"].coords) == {"layer", "position"}
+    resume_all(capture)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"shards": (4, 4), "dimension_names": ("sequence", "k")}, {"shards": (4, 4)}, {"dimension_names": ("a", "b")}],
+)
+def test_arrays_and_attributes_that_somebody_added_are_left_alone(capture, more):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group = zarr.open_group(capture, mode="a")
+        group.create_array("mlp/probe", shape=(20, 4), chunks=(2, 2), dtype="f4", **more)[:] = 1
+        zarr.consolidate_metadata(capture)
+        zarr.open_group(capture, mode="a")["mlp/router_logits"].attrs["note"] = "mine"
+        zarr.open_group(capture, mode="a")["mlp"].attrs["note"] = "mine"
+    assert verify(capture) == []
+    assert "mlp/probe" not in store.info(capture)["arrays"]
+    edit(capture / "zarr.json", lambda root: root["attributes"].update(model="x"))
+    edit(capture / "mlp/router_logits/zarr.json", lambda own: own.update(shape=[1]))
+    assert restore(capture) == ["mlp/router_logits/zarr.json", "zarr.json"]
+    assert verify(capture) == []
+    group = zarr.open_group(capture, mode="r", use_consolidated=False)
+    assert group["mlp/probe"][0, 0] == 1
+    assert (group["mlp/router_logits"].attrs["note"], group["mlp"].attrs["note"]) == ("mine", "mine")
+    resume_all(capture)
+
+
+def test_a_lost_group_is_made_again_but_for_its_coordinates(capture):
+    shutil.rmtree(capture / "mlp")
+    damages = verify(capture)
+    assert len(restore(capture)) == 5
+    again = verify(capture)
+    assert repair(capture, [*damages, *again]) == [0, 1, 2]
+    assert {damage.value for damage in verify(capture)} == {"mlp/layer", "mlp/position"}
 
 
 def test_the_good_copy_of_metadata_wins(capture):
