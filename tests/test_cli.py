@@ -219,6 +219,18 @@ def test_errors_are_sentences_and_leave_nothing(folder, tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_results_arrive_where_the_reader_is_late_and_stdout_does_not_block():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    command = [sys.executable, "-m", "kimicap", "values", "--json"]
+    with subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
+        os.close(writer)
+        time.sleep(1.5)
+        with open(reader, encoding="utf-8") as results:
+            assert len(json.load(results)["values"]) > 50
+        assert process.wait(30) == 0
+
+
 def test_a_token_beyond_the_vocabulary(folder, tmp_path):
     (tmp_path / "in").mkdir()
     data = tmp_path / "in" / "d.jsonl"

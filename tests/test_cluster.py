@@ -1,6 +1,7 @@
 """Several processes, one capture."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -124,6 +125,28 @@ def test_a_rank_that_starts_late_needs_room_for_what_is_left_alone(tmp_path, mon
             with pytest.raises(RoomError, match="The capture needs about"):
                 list(run.run(prepared, rank=Rank(rank=1, world=2)))
     assert store.resume(tmp_path / "c.zarr").complete
+
+
+def test_a_hub_model_that_has_moved_on_is_resumed_by_the_recorded_commit(tmp_path, monkeypatch):
+    old, new = "1" * 40, "2" * 40
+    given = {**small.settings(tmp_path), "values": ["residuals"], "out": str(tmp_path / "c.zarr")}
+    prepared = prepare(load_settings(None, given))
+
+    def begun_by(revision):
+        settings = prepared.settings.model_copy(update={"model": "some/model", "revision": revision})
+        return list(run.run(replace(prepared, settings=settings), resume=True, rank=Rank(rank=0, world=2)))
+
+    monkeypatch.setattr(run, "load_model", lambda *_: small.model())
+    monkeypatch.setattr(run, "model_digest", lambda settings: settings.revision or old)
+    begun_by(None)
+    monkeypatch.setattr(run, "model_digest", lambda settings: settings.revision or new)
+    for revision, told in (
+        (None, f"its newest commit was {old}, which --revision takes"),
+        (new, f"revision is '{new}'"),
+    ):
+        with pytest.raises(MismatchError, match=told):
+            begun_by(revision)
+    assert begun_by(old) == []  # all blocks of rank 0 are there
 
 
 def test_an_old_capture_is_not_computed_again_by_other_ranks(driver, whole, tmp_path):
