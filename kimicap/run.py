@@ -11,6 +11,7 @@ from kimicap.arrays import check_target
 from kimicap.cluster import Rank, find_rank, wait_for
 from kimicap.config import Settings, digest
 from kimicap.errors import MismatchError, UsageError
+from kimicap.metadata import metadata_problems
 from kimicap.models import load_model, model_digest, versions
 from kimicap.outcome import merged
 from kimicap.prepare import Prepared, check_room, on_existing
@@ -201,6 +202,12 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
                 f"The array {path} of {opened.path} is {found.get(path)}, but {planned.get(path)} is planned; resume "
                 "with the version of kimicap that began the capture, or begin another."
             )
+    problems = metadata_problems(opened.path, records.read_run(opened.path)[1])
+    if problems:
+        _, file, problem = problems[0]
+        raise MismatchError(
+            f"{opened.path / file} is damaged ({problem}). Write it again with kimicap verify --repair."
+        )
 
 
 def _attributes(prepared: Prepared, kernels: Mapping[str, str]) -> dict[str, Any]:

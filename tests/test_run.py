@@ -1,17 +1,20 @@
 """What a run leaves behind about itself, and what a resume holds it to."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from kimicap import open as open_capture
-from kimicap import store
+from kimicap import records, store
+from kimicap.arrays import set_attributes
 from kimicap.config import load_settings
 from kimicap.errors import MismatchError, UsageError
 from kimicap.prepare import prepare
 from kimicap.run import run
+from kimicap.verify import restore, verify
 from tests.models import need_kimi_linear, save_config, save_model, tiny_model
 from tests.stored import prepared
 
@@ -75,19 +78,38 @@ def test_arrays_that_are_not_the_planned_ones_are_not_resumed(settings, tmp_path
     """As where another version of kimicap began the capture."""
     given = settings(values=["layer_mid"])
     list(run(prepare(given)))
-    file = tmp_path / "out.zarr/zarr.json"
-    root = json.loads(file.read_text())
+    out = tmp_path / "out.zarr"
+    record, root = records.read_run(out)
     arrays = root["consolidated_metadata"]["metadata"]
     if changed is None:
         del arrays[at]
     else:
         arrays[at] = {**arrays["layers/layer_mid"], **changed}
-    file.write_text(json.dumps(root))
+    blocks = shutil.move(out / ".kimicap", tmp_path / "before") / "blocks"
+    records.write_run(out, record, root)
+    shutil.copytree(blocks, out / ".kimicap/blocks", dirs_exist_ok=True)
     with pytest.raises(MismatchError) as failure:
         list(run(prepare(given), resume=True))
     told = str(failure.value)
     assert told.startswith(f"The array {at} of {tmp_path / 'out.zarr'} is ")
     assert told.endswith("is planned; resume with the version of kimicap that began the capture, or begin another.")
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "layers/layer_mid/zarr.json"])
+def test_nothing_is_written_on_damaged_metadata(settings, tmp_path, name):
+    given = settings(values=["layer_mid"])
+    list(run(prepare(given)))
+    out = tmp_path / "out.zarr"
+    records.drop_blocks(out, [0])
+    set_attributes(out, {"complete": False})
+    (out / name).write_text((out / name).read_text().replace('"float32"', '"float16"'))
+    before = sorted(out.rglob("*"))
+    with pytest.raises(MismatchError, match=r"is damaged .*Write it again with kimicap verify --repair"):
+        list(run(prepare(given), resume=True))
+    assert sorted(out.rglob("*")) == before
+    assert restore(out) == [name]
+    list(run(prepare(given), resume=True))
+    assert verify(out) == []
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
