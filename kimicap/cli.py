@@ -47,8 +47,9 @@ def main() -> None:
     try:
         app(prog_name="kimicap")
     except (KimicapError, KeyboardInterrupt) as error:  # of what no command does, as --help
-        typer.echo(told(error), err=True)
-        sys.exit(told(error).exit_code)
+        found = told(error)
+        typer.echo(found, err=True)
+        sys.exit(found.exit_code)
     finally:
         _ignore_signals()  # the exit code is known
 
@@ -97,8 +98,9 @@ def _command(name: str, *, settings: bool = False) -> Callable[[Callable[..., No
                     raise
                 if shown:
                     traceback.print_exc()
-                typer.echo(f"{_prefix()}{told(error)}", err=True)
-                raise typer.Exit(told(error).exit_code) from None
+                found = told(error)
+                typer.echo(f"{_prefix()}{found}", err=True)
+                raise typer.Exit(found.exit_code) from None
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -291,12 +293,11 @@ def verify_command(
     from kimicap.documents import verify_document
     from kimicap.errors import MismatchError
 
-    with report.counting("verified blocks") as progress:
-        damages = verifying.verify(capture, progress=progress)
+    # First, as broken metadata hide what else there is.
+    mended = verifying.metadata_damages(capture) if repair else []
     files = verifying.restore(capture) if repair else []
-    if files:  # broken metadata hide what else there is
-        with report.counting("verified blocks") as progress:
-            damages = list(dict.fromkeys([*damages, *verifying.verify(capture, progress=progress)]))
+    with report.counting("verified blocks") as progress:
+        damages = [*mended, *verifying.verify(capture, progress=progress)]
     taken = verifying.repair(capture, damages) if repair else []
     missing, complete = verifying.standing(capture)
     document = verify_document(str(capture), damages, missing, complete=complete, taken=taken, rewritten=files)

@@ -23,9 +23,13 @@ def metadata_problems(path: Path, made: Mapping[str, Any]) -> list[tuple[str, st
     Raises:
         KimicapError: A file may not be read.
     """
-    root, kinds = read_json(path / ROOT), ("attributes", "consolidated_metadata")
-    broken = root is None or not isinstance(_attributes(root).get("complete"), bool)
-    if root is None or broken or any(root.get(key) != value for key, value in made.items() if key not in kinds):
+    root = read_json(path / ROOT)
+    parts = {"attributes", "consolidated_metadata"}
+    if (
+        root is None
+        or not isinstance(_attributes(root).get("complete"), bool)
+        or any(root.get(key) != made[key] for key in {*made} - parts)
+    ):
         return [("", ROOT, "the root's metadata are missing or broken")]
     problems = [
         ("", ROOT, f"the attribute {name} was changed")

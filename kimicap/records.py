@@ -154,8 +154,11 @@ def run_identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def check_format(path: Path) -> None:
+def check_format(path: Path) -> dict[str, Any] | None:
     """Checks that this kimicap can read the capture at ``path``; a broken record does not keep it from that.
+
+    Returns:
+        What is in the file of the run record, whole or not; None where it is no JSON table.
 
     Raises:
         UsageError: There is nothing at ``path``, or something that is not a capture.
@@ -165,11 +168,13 @@ def check_format(path: Path) -> None:
         raise UsageError(f"There is no capture at {path}. Check the path.")
     if not is_capture(path):
         raise UsageError(f"{path} is not a capture: it has no {FOLDER}/{RUN}. Check the path.")
-    version = (read_json(path / FOLDER / RUN) or {}).get("format")
+    body = read_json(path / FOLDER / RUN)
+    version = (body or {}).get("format")
     if isinstance(version, int) and version > FORMAT:
         raise MismatchError(
             f"{path} has format {version}, and this kimicap knows formats up to {FORMAT}. Update kimicap."
         )
+    return body
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,13 +184,12 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         UsageError: There is nothing at ``path``, or something that is not a capture.
         MismatchError: The record is broken, or of a newer format.
     """
-    check_format(path)
-    file = path / FOLDER / RUN
-    body = read_json(file)
+    body = check_format(path)
     if body is None or not _is_whole(body):
         raise MismatchError(
-            f"The run record {file} is broken, or was not written by this version of kimicap, so its settings are"
-            " unknown. Start again with --overwrite, or in another folder; what is there can be read with kimicap.open."
+            f"The run record {path / FOLDER / RUN} is broken, or was not written by this version of kimicap, so its"
+            " settings are unknown. Start again with --overwrite, or in another folder; what is there can be read with"
+            " kimicap.open."
         )
     return body["record"], body["root"]
 

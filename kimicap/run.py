@@ -202,7 +202,7 @@ def _compare(prepared: Prepared, opened: store.Store) -> None:
                 f"The array {path} of {opened.path} is {found.get(path)}, but {planned.get(path)} is planned; resume "
                 "with the version of kimicap that began the capture, or begin another."
             )
-    problems = metadata_problems(opened.path, records.read_run(opened.path)[1])
+    problems = metadata_problems(opened.path, opened.made)
     if problems:
         _, file, problem = problems[0]
         raise MismatchError(

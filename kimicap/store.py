@@ -40,13 +40,15 @@ class Store:
 
     Attributes:
         path: The capture's folder.
+        made: The root's ``zarr.json`` as `create` made it, whatever it is now.
         layouts: Every array that is written block by block, by its path.
         record: What the caller of `create` gave as ``record``.
     """
 
-    def __init__(self, path: Path, layouts: dict[str, ArrayLayout], record: dict[str, Any]) -> None:
+    def __init__(self, path: Path, made: dict[str, Any], record: dict[str, Any]) -> None:
         self.path = path
-        self.layouts = layouts
+        self.made = made
+        self.layouts = read_layouts(made)
         self.record = record
         self._context = ts.Context({**_CONTEXT, "data_copy_concurrency": {"limit": _processors()}})
         self._handles: dict[str, Any] = {}
@@ -271,7 +273,7 @@ def resume(path: Path | str) -> Store:
     folder = local(path)
     record, made = records.read_run(folder)
     read_root(folder)
-    return Store(folder, read_layouts(made), record)
+    return Store(folder, made, record)
 
 
 def open_capture(path: Path | str) -> "DataTree":

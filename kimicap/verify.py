@@ -51,11 +51,7 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         MismatchError: The run record is broken, or newer than this kimicap.
         KimicapError: A file cannot be read, whatever is in it: nothing is known of its bytes then.
     """
-    _, made = records.read_run(local(path))
-    damages = [
-        Damage(value=name, layers=(), block=None, problem=problem, shard=file)
-        for name, file, problem in metadata_problems(local(path), made)
-    ]
+    damages = metadata_damages(path)
     broken = {damage.value for damage in damages}
     try:
         store = resume(path)
@@ -63,7 +59,7 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         if damages:
             return damages  # which hide all others
         raise
-    coordinates = _coordinate_damages(store, set(coordinates_of(made)) - broken)
+    coordinates = _coordinate_damages(store, set(coordinates_of(store.made)) - broken)
     damages += coordinates
     broken |= {damage.value for damage in coordinates}
     committed, unreadable = records.read_blocks(store.path)
@@ -84,6 +80,21 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         if progress is not None:
             progress(done, len(committed))
     return damages
+
+
+def metadata_damages(path: Path | str) -> list[Damage]:
+    """What `restore` mends; such damage may hide other.
+
+    Raises:
+        UsageError: Nothing is there, or not a capture.
+        MismatchError: The run record is broken, or newer than this kimicap.
+        KimicapError: A file may not be read.
+    """
+    folder = local(path)
+    return [
+        Damage(value=name, layers=(), block=None, problem=problem, shard=file)
+        for name, file, problem in metadata_problems(folder, records.read_run(folder)[1])
+    ]
 
 
 def standing(path: Path | str) -> tuple[list[int], bool]:

@@ -137,6 +137,16 @@ def test_a_lost_record_is_found(capture, harm, words):
     resume_all(capture)
 
 
+def edit(file: Path, change) -> None:
+    root = json.loads(file.read_text())
+    change(root)
+    file.write_text(json.dumps(root))
+
+
+def members(root: dict) -> dict:
+    return root["consolidated_metadata"]["metadata"]
+
+
 def rewrite(capture: Path, block: int, change) -> None:
     """A block's record as a faulty kimicap might have written it."""
     record = records.read_blocks(capture)[0][block]
@@ -204,9 +214,7 @@ def test_changed_attributes_are_found_and_added_ones_are_not(capture):
 
 @pytest.mark.parametrize("name", ["mlp/expert_indices", "mlp/layer"])
 def test_a_root_that_lacks_an_array_costs_no_block(capture, name):
-    root = json.loads((capture / "zarr.json").read_text())
-    del root["consolidated_metadata"]["metadata"][name]
-    (capture / "zarr.json").write_text(json.dumps(root))
+    edit(capture / "zarr.json", lambda root: members(root).pop(name))
     damages = verify(capture)
     assert {(damage.value, damage.block, damage.problem) for damage in damages} == {
         (name, None, "its metadata in the root are not as they were made")
@@ -230,20 +238,10 @@ def test_a_lost_root_is_written_again(capture, text):
     assert json.loads((capture / "zarr.json").read_text()) == before
 
 
-def edit(file: Path, change) -> None:
-    root = json.loads(file.read_text())
-    change(root)
-    file.write_text(json.dumps(root))
-
-
-def rename(members: dict, old: str, new: str) -> None:
-    for name, member in list(members.items()):
-        del members[name]
-        members[new if name == old else name] = member
-
-
-def members(root: dict) -> dict:
-    return root["consolidated_metadata"]["metadata"]
+def rename(found: dict, old: str, new: str) -> None:
+    for name, member in list(found.items()):
+        del found[name]
+        found[new if name == old else name] = member
 
 
 ROOT_HARMS = {
@@ -313,9 +311,7 @@ def test_a_lost_group_is_made_again_but_for_its_coordinates(capture):
 
 def test_the_good_copy_of_metadata_wins(capture):
     """A bit of the root's copy of an array's shape: the array's own file is right."""
-    root = json.loads((capture / "zarr.json").read_text())
-    root["consolidated_metadata"]["metadata"]["mlp/router_logits"]["shape"][3] = 9
-    (capture / "zarr.json").write_text(json.dumps(root))
+    edit(capture / "zarr.json", lambda root: members(root)["mlp/router_logits"]["shape"].__setitem__(3, 9))
     assert {damage.value for damage in verify(capture)} == {"mlp/router_logits"}
     assert restore(capture) == ["zarr.json"]
     resume_all(capture)
